@@ -18,10 +18,10 @@ from textwrap import shorten
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from systolic.training.display.screen import Screen
 
 from systolic.runs import metrics
 from systolic.runs.record import load_run
+from systolic.training.display.live import Screen
 from systolic.training.display.summary import print_panel
 from systolic.training.display.verdict import SAME, commands
 

@@ -199,9 +199,8 @@ def application(model: str, engine: str, file: Path, traffic: bool) -> Any:
 
         return app
     from systolic.inference.model import open_model
-    from systolic.serving.batch.buckets import Shapes, Traffic
-    from systolic.serving.batch.opening import batch_model
-    from systolic.serving.batch.options import BatchOptions
+    from systolic.serving.batch.buckets import BatchOptions, Shapes, Traffic
+    from systolic.serving.batch.model import batch_model
 
     opened = open_model(weights(model))
     found = opened.weights

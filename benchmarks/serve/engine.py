@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.serve.decode_rate import median, model
-from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
+from systolic.serving.text.sequence import EngineLoad, StepFacts
 
 ROUNDS = 3
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from systolic import recipes
+from systolic.cli.forms import request
 from systolic.cli.main import VERBS
-from systolic.cli.target import request
 from systolic.core.option_words import option_words
 from systolic.job import Layout
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from systolic import recipes
+from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
 from systolic.cli.parse import option_names
-from systolic.cli.target import request
 from systolic.core.ranges import ranges_of
 
 FORECAST = VERBS["forecast"].forms[0].options.read

@@ -169,7 +169,7 @@ def test_sizes_count_bits_and_leave_scales_out() -> None:
 def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> None:
     one = bundled.job("cnn", tmp_path)
     pixels = replace(bundled.PIXELS, size=16)
-    from systolic.data.image.preparation import Preparation
+    from systolic.data.image.pictures import Preparation
     from systolic.formats.hugging_face.preprocessor import OutsidePictures
 
     data = OutsidePictures(preparation=Preparation(side=16), channels=1)

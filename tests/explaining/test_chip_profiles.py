@@ -8,9 +8,9 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.profiles import figures, unjudged
+from systolic.explaining.step import Cause
 from systolic.profile import Profile, open_profile
 from systolic.profile.table import OpRow, ProfileTable
 from tests.profile.real import BF16, HOST_OFFLOAD, KERNEL, QUANTIZED, excerpt_or_whole, whole

@@ -12,12 +12,11 @@ import pytest
 
 import systolic
 from systolic import recipes
+from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import request
 from systolic.core.errors import RunError
 from systolic.data.text.bytes import StandardLibrary
 from systolic.explaining import layers
-from systolic.explaining.cause import Cause
 from systolic.explaining.display.text import HEIGHT, lines
 from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import (
@@ -31,6 +30,7 @@ from systolic.explaining.learning import (
 )
 from systolic.explaining.runs import checkpoints, evaluation, speed
 from systolic.explaining.settings import Settings, advise, render
+from systolic.explaining.step import Cause
 from systolic.inference.setup import first_state, set_up
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of

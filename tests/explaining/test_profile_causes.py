@@ -12,10 +12,10 @@ import pytest
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
-from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.profiles import figures, unjudged
 from systolic.explaining.sources import step_of_profile
+from systolic.explaining.step import Cause
 from systolic.forecasting.display.xprof import STEPS, write_xprof
 from systolic.inference.setup import set_up
 from systolic.job import Evaluation

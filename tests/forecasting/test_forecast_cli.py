@@ -12,8 +12,8 @@ import pytest
 
 from systolic.chips import slice
 from systolic.chips.flags import resolved
+from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import request
 from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.core.store import Store
@@ -151,7 +151,7 @@ def store(tmp_path: Path) -> Path:
 PROCESS = """
 import subprocess, sys
 from systolic.cli.main import main
-from systolic.cli.target import request
+from systolic.cli.forms import request
 
 def never(*_, **__):
     raise AssertionError("the store has the answer: nothing is compiled")

@@ -14,7 +14,7 @@ from systolic.cli.main import main
 from systolic.formats.program.export import relative_error
 from systolic.formats.program.model import ExportedProgram
 from systolic.formats.registry import framework_format
-from systolic.models.program.making import made_by
+from systolic.models.program.config import made_by
 from systolic.models.program.torch_function import torch_function
 from tests.models.program import zoo
 from tests.tiers import some

@@ -13,13 +13,14 @@ import torch
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.data.input_files import InputFiles
+from systolic.formats.program.description import PROGRAM
 from systolic.formats.program.export import relative_error, write_program
 from systolic.formats.program.exported import differences, exported_function
-from systolic.formats.program.model import PROGRAM, ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.job import Batch, Field, Job, Precision
 from systolic.job import data as job_data
+from systolic.models.program.config import made_by
 from systolic.models.program.function import MASK
-from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from systolic.runs.job_record import job_from_json, types_of
 from systolic.steps.tasks.arrays import ArrayOutputs

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from systolic import recipes
+from systolic.cli.forms import planned_request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import planned_request
 from systolic.launching import request as launching
 from systolic.launching.checks import trained
 from systolic.launching.clients import CLIENTS

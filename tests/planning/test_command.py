@@ -14,7 +14,7 @@ from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
-from systolic.planning import answer, fit_ladder, slices
+from systolic.planning import answer, command, fit_ladder
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.display import readings
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.own_programs
 
 
 def named(text: str, max_chips: int = 256) -> list[str]:
-    return [on.name for on in slices.slices_of(text, max_chips, PriceTerm.on_demand)]
+    return [on.name for on in command.slices_of(text, max_chips, PriceTerm.on_demand)]
 
 
 def test_slices_by_name_by_chip_and_all() -> None:
@@ -198,7 +198,7 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     assert ended in map(text, made.notes)
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
     assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
-    assert len(larger) == len(slices.slices_of("v5e,v6e", 256, None)) - 2
+    assert len(larger) == len(command.slices_of("v5e,v6e", 256, None)) - 2
     dearer = fit_ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
     assert dearer.endswith("fits; v6e-1 has $2.70 an hour, v5e-1 $1.20 an hour")
     assert made.to_json()["goal"]["objective"] == "fit"

@@ -12,16 +12,16 @@ import pytest
 
 import systolic
 from systolic import recipes
+from systolic.cli.forms import Request, planned_request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import Request, planned_request
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.display.readings import command
-from systolic.recipes.jobs.flags import new_flags
 from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.recipes.jobs.run import rebuild
+from systolic.recipes.jobs.source import new_flags
 from systolic.report.output import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord

@@ -18,7 +18,7 @@ from systolic.cli.main import VERBS, main
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.forecast import bill_of
 from systolic.forecasting.serving import demand
 from systolic.forecasting.serving.capacity import ServerTimes
 from systolic.forecasting.serving.demand import engine_state
@@ -130,7 +130,7 @@ def test_a_plan_takes_the_demand_at_the_least_cost(known: list[tuple[str, int]])
     assert costs == sorted(costs)
     for one in plan.ranked:
         fleet, state = one.fleet, one.fleet.state
-        assert one.made is fleet
+        assert one.compiled is fleet
         # Throughput times engines is the demand, and a replica fewer does not take it.
         assert fleet.replicas * fleet.engines * fleet.most_rate >= 100
         assert (fleet.replicas - 1) * fleet.engines * fleet.most_rate < 100

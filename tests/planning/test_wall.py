@@ -10,13 +10,13 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.job import Checkpoints
 from systolic.planning.answer import price_of
+from systolic.planning.command import slices_of
 from systolic.planning.display import readings
 from systolic.planning.display.page import render
 from systolic.planning.display.text import lines, text
 from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.notes import WallAssumed, WallLate, after_search
 from systolic.planning.plan import Plan, Trial
-from systolic.planning.slices import slices_of
 from systolic.planning.space import Freedom
 from systolic.planning.wall import Conditions, Wall, wall_of
 from systolic.report.terminal import plain

@@ -2,9 +2,7 @@
 
 import pytest
 
-from systolic.profile.kinds import Activity, kind_of
-from systolic.profile.line import read_line
-from systolic.profile.traffic import OpTraffic, link_bytes, traffic_of
+from systolic.profile.ops import Activity, OpTraffic, kind_of, link_bytes, read_line, traffic_of
 
 ARRAY = 5 * 1024 * 1024 * 256 * 4
 IN_HBM, IN_HOST = (

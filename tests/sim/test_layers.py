@@ -2,7 +2,7 @@
 
 import pytest
 
-from systolic.sim.layers import layer_of, phase_of
+from systolic.sim.timeline import layer_of, phase_of
 
 
 @pytest.mark.parametrize(

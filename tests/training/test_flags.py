@@ -16,7 +16,7 @@ from systolic.chips.flags import SHARED
 from systolic.cli.main import main
 from systolic.inference.model import set_up_here
 from systolic.inference.setup import set_up
-from systolic.recipes.jobs.flags import kept_flags
+from systolic.recipes.jobs.source import kept_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import Run
 from systolic.steps.machine import LocalDevices

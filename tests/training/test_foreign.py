@@ -16,8 +16,7 @@ import systolic
 from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Checkpoints, Job, Precision
-from systolic.models.program.config import KerasModel, TorchModule
-from systolic.models.program.making import load_keras
+from systolic.models.program.config import KerasModel, TorchModule, load_keras
 from systolic.steps.tasks.arrays import ArrayClassification
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from systolic import recipes
+from systolic.cli.forms import request_for
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import request_for
 from systolic.job import Layout
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord, RunFlags

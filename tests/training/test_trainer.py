@@ -18,8 +18,7 @@ from systolic.runs import CheckpointStore, Run, weights
 from systolic.runs.access import Access
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
-from systolic.training.ledger import Ledger, Spent
-from systolic.training.meter import Meter
+from systolic.training.ledger import Ledger, Meter, Spent
 from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (

@@ -148,22 +148,22 @@ def _host_bounds(on: Slice) -> tuple[int, ...]:
 def own_libtpu() -> dict[str, str] | None:
     """Path and version of this environment's libtpu, for programs of environments without one; None without it."""
     try:
-        found = importlib.metadata.distribution("libtpu")
+        distribution = importlib.metadata.distribution("libtpu")
     except importlib.metadata.PackageNotFoundError:
         return None
-    path = Path(str(found.locate_file("libtpu/libtpu.so")))
-    return {"path": str(path), "version": found.version} if path.is_file() else None
+    path = Path(str(distribution.locate_file("libtpu/libtpu.so")))
+    return {"path": str(path), "version": distribution.version} if path.is_file() else None
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    made = {**os.environ, **QUIET, VARIABLE: str(folder.resolve())}
+    variables = {**os.environ, **QUIET, VARIABLE: str(folder.resolve())}
     ours = own_libtpu()
-    if ours is not None and Path(made.get("TPU_LIBRARY_PATH", "")) == Path(ours["path"]):
-        del made["TPU_LIBRARY_PATH"]  # libtpu sets it on import, in a process that has jax
-    made["PYTHONUNBUFFERED"] = "1"  # its lines come in their order, beside ours
+    if ours is not None and Path(variables.get("TPU_LIBRARY_PATH", "")) == Path(ours["path"]):
+        del variables["TPU_LIBRARY_PATH"]  # libtpu sets it on import, in a process that has jax
+    variables["PYTHONUNBUFFERED"] = "1"  # its lines come in their order, beside ours
     paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    made["PYTHONPATH"] = os.pathsep.join(paths)
-    return made
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
 
 
 def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say) -> int:
@@ -189,11 +189,11 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
     shown = 0
     try:
         while process.poll() is None and time.monotonic() < last:
-            found = _events(folder / "events.jsonl")
-            for event in found[shown:]:
+            events = _events(folder / "events.jsonl")
+            for event in events[shown:]:
                 if "stage" in event:
                     watch(event["stage"])
-            shown = len(found)
+            shown = len(events)
             time.sleep(POLL_SECONDS)
         return process.poll() or 0
     finally:
@@ -210,33 +210,33 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice) -> str:
     """Why there is no answer, on one line."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for event in events:
-        told.update(event)
-    if "refused" in told:
-        step = f"; run {told['next']}" if told.get("next") else ""
-        return f"{told['refused']}{step}"
-    if "failed" in told:
-        return f"compiling the step of {text} for {on.name} failed: {told['failed']}"
-    if "program_failed" in told:
-        where = "of the program, above" if not told.get("ours") else "in the capture, above"
-        kind = "" if not told.get("ours") else " (a fault of the capture, not of the program)"
-        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}{_called(told)}"
-    if code > 0 and told.get("without_calls") == "ended by itself":
+        facts.update(event)
+    if "refused" in facts:
+        step = f"; run {facts['next']}" if facts.get("next") else ""
+        return f"{facts['refused']}{step}"
+    if "failed" in facts:
+        return f"compiling the step of {text} for {on.name} failed: {facts['failed']}"
+    if "program_failed" in facts:
+        where = "of the program, above" if not facts.get("ours") else "in the capture, above"
+        kind = "" if not facts.get("ours") else " (a fault of the capture, not of the program)"
+        return f"{text} failed before its step was known{kind}: {facts['program_failed']}; the traceback is that {where}{_called(facts)}"
+    if code > 0 and facts.get("without_calls") == "ended by itself":
         return f"{text} ended with exit code {code} before it called a jitted function on the slice; its own error is above"
-    if "without_calls" in told:
-        return f"{text} {told['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
+    if "without_calls" in facts:
+        return f"{text} {facts['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
     if not any("stage" in event for event in events):
         return _before_jax(text, code, hooked=bool(events))
-    stage = told.get("stage", "starting")
+    stage = facts.get("stage", "starting")
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return f"{text} {how} while {stage}, before its step was known; its own output is above"
 
 
-def _called(told: Mapping[str, Any]) -> str:
+def _called(facts: Mapping[str, Any]) -> str:
     """Functions that a failed program had called, any of which may be its step."""
-    names = told.get("called")
-    if not names or told.get("ours"):
+    names = facts.get("called")
+    if not names or facts.get("ours"):
         return ""
     return f"; arrays on the slice read as zeros, which it may have refused; of {', '.join(names[:6])}, which it called, --step takes one for the step"
 

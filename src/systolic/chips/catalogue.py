@@ -234,7 +234,7 @@ def _user_entries(
             raise OptionError(f"{path}: {key} is not a table; write [chips.NAME] and fields below")
     prices = [field for field in tables["fields"] if field.startswith(_PRICE)]
     allowed = [*OVERRIDABLE, *prices]
-    found = []
+    entries = []
     for name, table in user_chips.items():
         if name not in figures:
             raise OptionError(
@@ -248,8 +248,8 @@ def _user_entries(
                     f"{path}: the field {field} of {name} {what}{nearest(field, allowed)}; "
                     f"these can be replaced: {', '.join(allowed)}"
                 )
-            found.append((name, field, entry))
-    return found
+            entries.append((name, field, entry))
+    return entries
 
 
 def _tables_under(user_chips: Any) -> list[tuple[str, Any]]:

@@ -63,14 +63,14 @@ SHARED: Sequence[Flag] = (
 
 def shared_flags(chip: Chip) -> list[Flag]:
     """The flags that all jobs have on a chip; none off TPU."""
-    return [one for one in SHARED if chip.name in one.generations]
+    return [flag for flag in SHARED if chip.name in flag.generations]
 
 
-def resolved(given: str, chip: Chip | None, base: Sequence[str] | None = None) -> tuple[str, ...]:
+def resolved(typed: str, chip: Chip | None, base: Sequence[str] | None = None) -> tuple[str, ...]:
     """The compiler flags of a job on a chip.
 
     Args:
-        given: What ``--flags`` says: flags that come on top of the shared set (of a flag in both, the
+        typed: What ``--flags`` says: flags that come on top of the shared set (of a flag in both, the
             given value), or ``none`` and flags that replace the set.
         chip: For which chip; a CPU's job may give None.
         base: What stands in place of the shared set: the flags that a plan or a run was made with.
@@ -78,7 +78,7 @@ def resolved(given: str, chip: Chip | None, base: Sequence[str] | None = None) -
     Raises:
         OptionError: a word is no flag.
     """
-    words = given.split()
+    words = typed.split()
     for word in words:
         if word != NONE and not (word.startswith("--") and len(word) > len("--")):
             raise OptionError(
@@ -86,13 +86,13 @@ def resolved(given: str, chip: Chip | None, base: Sequence[str] | None = None) -
             )
     mine = [word for word in words if word != NONE]
     if base is None:
-        base = [one.text for one in shared_flags(chip)] if chip is not None else []
+        base = [flag.text for flag in shared_flags(chip)] if chip is not None else []
     return merged([] if NONE in words else base, mine)
 
 
 def spoken(flags: Sequence[str], chip: Chip) -> str:
     """Value of ``--flags`` that gives exactly these flags on a chip; empty where they are the shared set."""
-    shared = [one.text for one in shared_flags(chip)]
+    shared = [flag.text for flag in shared_flags(chip)]
     named = {name_of(flag) for flag in flags}
     if any(name_of(flag) not in named for flag in shared):
         return " ".join((NONE, *flags))
@@ -101,10 +101,10 @@ def spoken(flags: Sequence[str], chip: Chip) -> str:
 
 def merged(*groups: Sequence[str]) -> tuple[str, ...]:
     """All flags once; of a flag with several values the last, at the place of the first."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     for group in groups:
-        found |= {name_of(flag): flag for flag in group}
-    return tuple(found.values())
+        flags |= {name_of(flag): flag for flag in group}
+    return tuple(flags.values())
 
 
 def name_of(flag: str) -> str:
@@ -114,7 +114,7 @@ def name_of(flag: str) -> str:
 
 def described(flags: Sequence[str]) -> str:
     """Difference between a job's flags and XLA's defaults, in a few words; empty where there is none."""
-    short = {one.text: one.short for one in SHARED}
+    short = {flag.text: flag.short for flag in SHARED}
     own = [flag for flag in flags if flag not in short]
     words = [short[flag] for flag in flags if flag in short] + own[:SPELT]
     more = len(own) - SPELT
@@ -131,7 +131,7 @@ def compile_options(flags: Sequence[str], platform: str) -> dict[str, str]:
     Raises:
         OptionError: one is not XLA's, so only the runtime's environment can take it.
     """
-    found = {}
+    options = {}
     for flag in flags:
         name, _, value = flag.partition("=")
         if not is_option(flag):
@@ -142,8 +142,8 @@ def compile_options(flags: Sequence[str], platform: str) -> dict[str, str]:
         # XLA's own parser of options takes only these words for a switch, libtpu's those of the command line.
         if platform != "tpu" and value.lower() in ("true", "false"):
             value = value.capitalize()
-        found[name.removeprefix("--")] = value
-    return found
+        options[name.removeprefix("--")] = value
+    return options
 
 
 def is_option(flag: str) -> bool:

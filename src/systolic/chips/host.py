@@ -87,10 +87,10 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return ""
-    found = {
+    features = {
         word
         for line in lines
         if line.split(":", 1)[0].strip() in ("flags", "Features")
         for word in line.split(":", 1)[1].split()
     }
-    return digest(sorted(found))
+    return digest(sorted(features))

@@ -191,14 +191,14 @@ class Figure:
             zone: Google Cloud's; empty for the figure's own region.
             pod: Whether the chip is one of a slice of several hosts.
         """
-        asked, listed = zone.rpartition("-")[0], dict(self.by_region)
-        own = asked in ("", self.region) or asked.startswith(f"{self.region}-")
+        zone_region, listed = zone.rpartition("-")[0], dict(self.by_region)
+        own = zone_region in ("", self.region) or zone_region.startswith(f"{self.region}-")
         # A user's own price holds wherever the chips are.
         own = own or self.sources[0].key == YOURS
-        region = asked if asked and (own or asked in listed) else self.region
+        region = zone_region if zone_region and (own or zone_region in listed) else self.region
         if pod and self.in_pod is not None:
             return self.in_pod, region
-        return (self.value if own else listed.get(asked, self.value)), region
+        return (self.value if own else listed.get(zone_region, self.value)), region
 
     def to_json(self) -> dict[str, Any]:
         """The figure as plain JSON values; a pair table becomes an object."""

@@ -54,8 +54,8 @@ class Slice:
         pods = {
             kind: self.rate(kind)[0]
             for kind in prices.to_json()
-            if (found := self.chip.figures.get(f"{PRICE}{kind}")) is not None
-            and found.in_pod is not None
+            if (figure := self.chip.figures.get(f"{PRICE}{kind}")) is not None
+            and figure.in_pod is not None
         }
         return replace(prices, **pods)
 
@@ -66,12 +66,12 @@ class Slice:
             kind: ``on_demand``, ``spot`` or ``committed``.
             zone: Google Cloud's; empty for the region that the catalogue has first.
         """
-        found = self.chip.figures.get(f"{PRICE}{kind}")
-        if found is None:
+        figure = self.chip.figures.get(f"{PRICE}{kind}")
+        if figure is None:
             return None, "", ""
         pod = self.num_chips // self.num_slices > (self.chip.chips_per_host or 1)
-        usd, region = found.rate(zone, pod=pod)
-        return usd * self.num_chips, region, found.as_of
+        usd, region = figure.rate(zone, pod=pod)
+        return usd * self.num_chips, region, figure.as_of
 
     @property
     def power_watts(self) -> float | None:
@@ -185,7 +185,7 @@ def _number(known: Chip, rule: SliceRule, num_chips: int) -> int:
     return num_chips * (known.num_cores or 1) if rule.counts is Counts.cores else num_chips
 
 
-def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
+def _of_shape(typed: str, known: Chip, shape: Shape, count: int) -> Slice:
     rule = known.slice_rule
     assert rule is not None
     text = "x".join(map(str, shape))
@@ -193,13 +193,13 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
     near = _nearest_number(known, _number(known, rule, max(1, num_chips)))
     if num_chips < 1 or (problem := rule.problem(shape)):
         why = problem if num_chips else "an axis has at least 1 chip"
-        raise NotFoundError(f"{given} does not exist: {why}; did you mean {near}? {_HELP}")
+        raise NotFoundError(f"{typed} does not exist: {why}; did you mean {near}? {_HELP}")
     named = num_chips in rule.named_chips() and shape == rule.shape(num_chips)
-    one = f"{known.name}-{_number(known, rule, num_chips)}" if named else f"{known.name}:{text}"
+    single = f"{known.name}-{_number(known, rule, num_chips)}" if named else f"{known.name}:{text}"
     bounds = (1, 1, 1) if num_chips == 1 else (2, 2, 1)
     whole = num_chips <= (known.chips_per_host or 1)
     return Slice(
-        name=one if count == 1 else f"{count}x{one}",
+        name=single if count == 1 else f"{count}x{single}",
         chip=known,
         topology=shape,
         num_chips=num_chips * count,
@@ -214,7 +214,7 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
     )
 
 
-def _of_whole_chips(given: str, known: Chip, count: int) -> Slice:
+def _of_whole_chips(typed: str, known: Chip, count: int) -> Slice:
     """GPUs in hosts, or virtual devices on this machine's CPU."""
     if known.kind is ChipKind.edge or (known.kind is ChipKind.tpu and known.slice_rule is None):
         raise NotFoundError(f"{known.name} has no slices: no source gives its shapes; {_HELP}")
@@ -222,13 +222,13 @@ def _of_whole_chips(given: str, known: Chip, count: int) -> Slice:
         rule = known.slice_rule
         assert rule is not None
         names = [f"{known.name}-{_number(known, rule, n)}" for n in rule.named_chips()[:3]]
-        raise NotFoundError(f"{given} is a chip, not a slice; say how many: {', '.join(names)} …")
+        raise NotFoundError(f"{typed} is a chip, not a slice; say how many: {', '.join(names)} …")
     per_host = known.chips_per_host or 1
     is_cpu = known.kind is ChipKind.cpu
     if not is_cpu and count > per_host and count % per_host:
         near = max(per_host, round(count / per_host) * per_host)
         raise NotFoundError(
-            f"{given} does not fill its hosts of {per_host}; did you mean {near}x{known.name}?"
+            f"{typed} does not fill its hosts of {per_host}; did you mean {near}x{known.name}?"
         )
     return Slice(
         name=known.name if count == 1 else f"{count}x{known.name}",
@@ -243,7 +243,7 @@ def _of_whole_chips(given: str, known: Chip, count: int) -> Slice:
     )
 
 
-def _chip_with_rule(given: str, name: str, rest: int | str) -> Chip:
+def _chip_with_rule(typed: str, name: str, rest: int | str) -> Chip:
     """The TPU that a name like ``v5e-16`` begins with, or an error that names the nearest slice."""
     names = {alias: c for c in chips() for alias in (c.name, *c.aliases)}
     if name in names:
@@ -251,16 +251,16 @@ def _chip_with_rule(given: str, name: str, rest: int | str) -> Chip:
             return names[name]
         known = find_chip(name)
         if known.kind in (ChipKind.gpu, ChipKind.cpu) and isinstance(rest, int):
-            raise NotFoundError(f"{given} is not a slice; did you mean {rest}x{known.name}?")
+            raise NotFoundError(f"{typed} is not a slice; did you mean {rest}x{known.name}?")
         raise NotFoundError(f"{known.name} has no shapes to choose from; {_HELP}")
     sliced = {alias: c for alias, c in names.items() if c.slice_rule is not None}
     near = _most_alike(name, list(sliced))
     if near is None:
-        raise NotFoundError(f"{given} is not the name of a slice; systolic chips lists the chips")
+        raise NotFoundError(f"{typed} is not the name of a slice; systolic chips lists the chips")
     if isinstance(rest, str):
         raise NotFoundError(f"there is no chip {name!r}; did you mean {near}:{rest}? {_HELP}")
     nearest = _nearest_number(sliced[near], rest)
-    raise NotFoundError(f"{given} is not a slice; did you mean {nearest}? {_HELP}")
+    raise NotFoundError(f"{typed} is not a slice; did you mean {nearest}? {_HELP}")
 
 
 def _nearest_number(known: Chip, number: int) -> str:
@@ -271,7 +271,7 @@ def _nearest_number(known: Chip, number: int) -> str:
 
 
 def _refuse_number(
-    given: str, known: Chip, number: int, sizes: Sequence[int], count: int
+    typed: str, known: Chip, number: int, sizes: Sequence[int], count: int
 ) -> NoReturn:
     rule = known.slice_rule
     assert rule is not None
@@ -279,17 +279,17 @@ def _refuse_number(
     near = near if count == 1 else f"{count}x{near}"
     few = ", ".join(map(str, sizes[:4]))
     raise NotFoundError(
-        f"{given} is not a slice: {known.name} names count {rule.counts.value}, "
+        f"{typed} is not a slice: {known.name} names count {rule.counts.value}, "
         f"{few} … {sizes[-1]}; did you mean {near}? {_HELP}"
     )
 
 
-def _refuse_name(given: str, body: str, count: int) -> NoReturn:
+def _refuse_name(typed: str, body: str, count: int) -> NoReturn:
     names = [alias for c in chips() for alias in (c.name, *c.aliases)]
     near = _most_alike(body, names)
     nearest = "" if near is None else (near if count == 1 else f"{count}x{near}")
     hint = f"; did you mean {nearest}?" if nearest else "; a name is like v5e-16, 8xh100 or cpu;"
-    raise NotFoundError(f"{given} is not the name of a slice{hint} {_HELP}")
+    raise NotFoundError(f"{typed} is not the name of a slice{hint} {_HELP}")
 
 
 def _most_alike(name: str, names: Sequence[str]) -> str | None:

@@ -101,60 +101,60 @@ def _listing(title: str, rows: dict[str, str]) -> list[RenderableType]:
     return [Text(f"\n{title}", style="bold"), table]
 
 
-def _hosts(found: Slice) -> str:
+def _hosts(on: Slice) -> str:
     """Number of hosts; of eight chips that are one machine, with the other way in which Google has them."""
-    bounds = found.chips_per_host_bounds
-    chips_per_slice = found.num_chips // found.num_slices
-    if bounds is None or found.num_hosts > found.num_slices or prod(bounds) == chips_per_slice:
-        return f"{found.num_hosts}"
+    bounds = on.chips_per_host_bounds
+    chips_per_slice = on.num_chips // on.num_slices
+    if bounds is None or on.num_hosts > on.num_slices or prod(bounds) == chips_per_slice:
+        return f"{on.num_hosts}"
     pools = f"GKE also has pools of {chips_per_slice // prod(bounds)} machines of {prod(bounds)}"
-    return f"{found.num_hosts}, with all {chips_per_slice} chips of a slice ({pools})"
+    return f"{on.num_hosts}, with all {chips_per_slice} chips of a slice ({pools})"
 
 
-def _one_slice(found: Slice) -> RenderableType:
-    shape = "x".join(map(str, found.topology))
-    wrapped = [str(size) for size, around in zip(found.topology, found.wrap, strict=True) if around]
-    price = found.usd_per_hour
+def _one_slice(on: Slice) -> RenderableType:
+    shape = "x".join(map(str, on.topology))
+    wrapped = [str(size) for size, around in zip(on.topology, on.wrap, strict=True) if around]
+    price = on.usd_per_hour
     rows = {
-        "chip": f"{found.chip.name}  {found.chip.title}",
-        "chips": f"{found.num_chips}",
-        "JAX devices": f"{found.num_devices}",
-        "hosts": _hosts(found),
-        "slices": f"{found.num_slices}",
+        "chip": f"{on.chip.name}  {on.chip.title}",
+        "chips": f"{on.num_chips}",
+        "JAX devices": f"{on.num_devices}",
+        "hosts": _hosts(on),
+        "slices": f"{on.num_slices}",
         "topology": shape + (f", wraps {' and '.join(wrapped)}" if wrapped else ", no wraparound"),
-        "memory": "-" if found.hbm_bytes is None else gibibytes(found.hbm_bytes),
-        "bf16 peak": _peak(found),
+        "memory": "-" if on.hbm_bytes is None else gibibytes(on.hbm_bytes),
+        "bf16 peak": _peak(on),
         "price": " ".join(
             f"${value:,.2f}/h {kind.replace('_', ' ')}"
             for kind, value in price.to_json().items()
             if value is not None
         )
         or "- (no source; set it in your catalogue, see systolic chips --help)",
-        "power": _slice_power(found),
+        "power": _slice_power(on),
     }
-    if found.topology_name is not None and found.chips_per_host_bounds is not None:
-        bounds = "x".join(map(str, found.chips_per_host_bounds))
-        rows["libtpu"] = f"{found.topology_name}, {found.chip_config_name}, {bounds} chips per host"
+    if on.topology_name is not None and on.chips_per_host_bounds is not None:
+        bounds = "x".join(map(str, on.chips_per_host_bounds))
+        rows["libtpu"] = f"{on.topology_name}, {on.chip_config_name}, {bounds} chips per host"
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows.items():
         table.add_row(name, text)
-    cited = [f for n, f in found.chip.figures.items() if n.startswith(("usd_", "power_watts"))]
+    cited = [f for n, f in on.chip.figures.items() if n.startswith(("usd_", "power_watts"))]
     sources = {f.field: f"{'; '.join(map(str, f.sources))} {f.region} ({f.as_of})" for f in cited}
-    return Group(Text(found.name, style="bold"), table, *_listing("Sources", sources))
+    return Group(Text(on.name, style="bold"), table, *_listing("Sources", sources))
 
 
-def _peak(found: Slice) -> str:
-    peak = found.chip.peak_bf16_flops_per_second
-    return "-" if peak is None else si(peak * found.num_chips, "FLOP/s")
+def _peak(on: Slice) -> str:
+    peak = on.chip.peak_bf16_flops_per_second
+    return "-" if peak is None else si(peak * on.num_chips, "FLOP/s")
 
 
-def _slice_power(found: Slice) -> str:
-    if found.power_watts is not None:
-        return f"{found.power_watts / 1e3:,.2f} kW in use, hosts not counted"
-    if found.tdp_watts is not None:
-        return f"{found.tdp_watts / 1e3:,.2f} kW TDP, hosts not counted"
+def _slice_power(on: Slice) -> str:
+    if on.power_watts is not None:
+        return f"{on.power_watts / 1e3:,.2f} kW in use, hosts not counted"
+    if on.tdp_watts is not None:
+        return f"{on.tdp_watts / 1e3:,.2f} kW TDP, hosts not counted"
     return "-"
 
 
@@ -206,7 +206,7 @@ def _price(usd: float | None) -> str:
 
 
 def _range(known: Chip) -> str:
-    names = [one.name for one in named_slices(known)]
+    names = [named.name for named in named_slices(known)]
     if not names:
         return "-"
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"

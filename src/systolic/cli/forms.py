@@ -1,4 +1,7 @@
-"""Forms of a verb: which words it takes before its options, the function that answers and the view that shows the answer."""
+"""Forms of a verb: which words it takes before its options, the function that answers and the view that shows the answer.
+
+The target of a verb: a recipe with its options, or a run.
+"""
 
 import contextlib
 import enum
@@ -6,22 +9,300 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from systolic.cli.parse import Options, asks_help, known, options_of, parse, print_verb_help
-from systolic.cli.target import first, planned_request, request, request_for
+from systolic.cli.parse import (
+    Options,
+    asks_help,
+    is_unknown,
+    known,
+    option_names,
+    options_of,
+    parse,
+    print_help,
+    print_verb_help,
+    refuse_unknown,
+    stray,
+)
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable
 from systolic.core.option_words import typed_as
+from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter, reporting
 
 if TYPE_CHECKING:
+    from systolic.job import Job
     from systolic.recipes import Recipe
+    from systolic.recipes.jobs.source import JobSource
+    from systolic.runs.plan_choice import Chosen
+
+
+VerbOptions = TypeVar("VerbOptions")
+"""A verb's own options, a dataclass."""
+PlanOptions = TypeVar("PlanOptions", bound="UnderPlan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Generic[VerbOptions]):
+    """A recipe with its arguments, and the verb's own options."""
+
+    recipe: "Recipe"
+    options: Mapping[str, Any]
+    """Options of the recipe, by parameter."""
+    verb: VerbOptions
+    typed: Sequence[str] = ()
+    """Options of the recipe as they were typed."""
+    chosen: "Chosen | None" = None
+    """The plan's settings of the job."""
+
+    @property
+    def job(self) -> "Job":
+        """The job these options make, with the plan's settings."""
+        from systolic.recipes.jobs.plan import under_plan
+
+        return under_plan(self.recipe(self.options), self.chosen)
+
+    @property
+    def source(self) -> "JobSource":
+        """The recipe with these options; no path depends on the working directory."""
+        from systolic.runs import paths
+
+        return replace(self.as_typed, options=paths.absolute(dict(self.options)))
+
+    @property
+    def as_typed(self) -> "JobSource":
+        """The recipe with these options, and paths as they were typed."""
+        from systolic.recipes.jobs.source import JobSource
+
+        return JobSource(
+            recipe=self.recipe,
+            options=self.options,
+            given=self.names,
+            relative=self.options,
+            chosen=self.chosen,
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Options of the recipe that were typed, without the dashes before them: ``steps``, ``layout.fsdp``."""
+        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return frozenset(map(dashed, words))
+
+    def gives(self, option: str) -> bool:
+        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
+        return dashed(option) in self.names
+
+
+def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
+    """The target and the rest of the arguments.
+
+    Raises:
+        OptionError: there is no target.
+    """
+    if not args or args[0].startswith("-"):
+        raise OptionError(f"systolic {verb} needs {what}; systolic {verb} --help shows how")
+    return args[0], list(args[1:])
+
+
+def request(
+    target: str, args: Sequence[str], verb: str, options: Callable[..., VerbOptions]
+) -> Request[VerbOptions]:
+    """Reads a recipe's options and the verb's from one command line.
+
+    Args:
+        target: A recipe's name or file.
+        args: What follows it.
+        verb: For messages.
+        options: The class of the verb's own options.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        OptionError: an option is missing, unknown, out of its range or without effect.
+    """
+    recipe_request = request_for(target, args, verb, options, {})
+    recipe_request.job.check_effects()
+    return recipe_request
+
+
+Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
+"""Arguments of a recipe, or what finds them from the recipe and the verb's own options."""
+
+
+def request_for(
+    recipe: "Recipe | str",
+    args: Sequence[str],
+    verb: str,
+    options: Callable[..., VerbOptions],
+    saved: Saved,
+    *,
+    target: str = "",
+    others: Collection[str] = (),
+) -> Request[VerbOptions]:
+    """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
+
+    Args:
+        recipe: The recipe, its name or file.
+        args: What follows it.
+        verb: For messages.
+        options: The class of the verb's own options.
+        saved: Values of the recipe's options that are not given.
+        target: What was typed after the verb, in messages; by default the recipe.
+        others: Options of the verb's other forms, which a misspelt one may mean.
+
+    Raises: as :func:`request`.
+    """
+    from systolic import recipes
+
+    prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
+    wants_help = asks_help(args)
+    # Before the recipe is imported, which takes longer than to refuse a line.
+    words = [] if wants_help else _with_first(recipe, renamed(args))
+    verb_values, rest = ({}, []) if wants_help else known(options, words, prog)
+    imported = recipes.find(recipe) if isinstance(recipe, str) else recipe
+    taken = inspect.signature(options).parameters
+    clash = set(taken) & set(inspect.signature(imported.function).parameters)
+    if clash:
+        raise OptionError(
+            f"{imported.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
+        )
+    if isinstance(recipe, str) and not wants_help:
+        for line in recipes.notes(recipe, trains=verb == "train"):
+            print(f"systolic: {line}", file=sys.stderr)
+    if wants_help:
+        print_help(_both(imported, options), prog)
+    own = options(**verb_values)
+    defaults = saved if isinstance(saved, Mapping) else saved(imported, own)
+    function = _with_defaults(imported, defaults)
+    names = option_names(function) | option_names(options) | set(others)
+    takes = "a run made from a Job takes steps and layout only" if imported.of_job else ""
+    if imported.file is None:
+        # A shipped recipe's types name all of its options: no need to parse what is misspelt.
+        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
+    refuse_unknown(stray(rest, words), names, prog)
+    values, unknown = known(function, rest, prog)
+    refuse_unknown(unknown, names, prog, takes)
+    return Request(recipe=imported, options=values, verb=own, typed=tuple(rest))
+
+
+FIRST = {"sft": "--from", "image": "--path"}
+"""Shipped recipes that take a first word without its option: the model, the pictures."""
+
+
+def _with_first(recipe: "Recipe | str", words: list[str]) -> list[str]:
+    """Words of a command line with the option of a first word that has none: ``sft llama-3.1-8b --on v5e-8``."""
+    option = FIRST.get(recipe) if isinstance(recipe, str) else None
+    if option is None or not words or words[0].startswith("-") or option in words:
+        return words
+    return [option, *words]
+
+
+class UnderPlan(Protocol):
+    """A verb's options that may name a plan."""
+
+    @property
+    def plan(self) -> Path | None:
+        """The plan's file."""
+
+    @property
+    def candidate(self) -> int:
+        """Rank of the plan's candidate."""
+
+
+def planned_request(
+    target: str,
+    args: Sequence[str],
+    verb: str,
+    options: Callable[..., PlanOptions],
+    warn: Callable[[str], None],
+    others: Collection[str] = (),
+) -> Request[PlanOptions]:
+    """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
+
+    Raises: as :func:`request`, and what :func:`systolic.runs.plan_choice.read` and
+        :func:`systolic.recipes.jobs.plan.kept_choice` raise of the plan.
+    """
+    from systolic.recipes.jobs.plan import kept_choice, planned_options
+    from systolic.runs.plan_choice import read
+
+    chosen: Chosen | None = None
+    planned: Mapping[str, Any] = {}
+
+    def saved(recipe: "Recipe", own: PlanOptions | None) -> Mapping[str, Any]:
+        nonlocal chosen, planned
+        if own is not None and own.plan is not None:
+            chosen = read(own.plan, own.candidate)
+            planned = planned_options(recipe, chosen)
+        return planned
+
+    recipe_request = request_for(target, args, verb, options, saved, others=others)
+    if chosen is None:
+        recipe_request.job.check_effects()
+        return recipe_request
+    before, now = recipe_request.recipe(planned), recipe_request.job
+    kept = kept_choice(chosen, before, now, steps_given=recipe_request.gives("steps"), warn=warn)
+    return replace(recipe_request, chosen=kept)
+
+
+def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
+    """``args`` with today's names for options of the last version, each reported on stderr where the user ``typed`` them."""
+    from systolic.job.layout import RENAMED
+
+    options = {f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()}
+    words = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        now = options.get(dashed(name))
+        if now is not None and typed:
+            print(f"systolic: {dashed(name)} is now called {now}; use that name", file=sys.stderr)
+        words.append(word if now is None else f"{now}{equals}{value}")
+    return words
+
+
+def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., None]:
+    """A function with a recipe's parameters, of which those in ``saved`` have its values as defaults."""
+    return _function(
+        [
+            p.replace(default=saved[name]) if name in saved else p
+            for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
+        ],
+        inspect.getdoc(recipe.function) or "",
+    )
+
+
+def _both(recipe: "Recipe", options: Callable[..., Any]) -> Callable[..., None]:
+    """A function with a recipe's parameters and a verb's, for their help."""
+    signatures = [
+        inspect.signature(function, eval_str=True) for function in (recipe.function, options)
+    ]
+    parameters = [p for signature in signatures for p in signature.parameters.values()]
+    return _function(parameters, _documented(recipe.function, options))
+
+
+def _function(parameters: Sequence[inspect.Parameter], doc: str) -> Callable[..., None]:
+    def function() -> None:
+        pass
+
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    function.__signature__ = inspect.Signature(keywords)  # ty: ignore[missing-attribute]
+    function.__annotations__ = {p.name: p.annotation for p in keywords}
+    function.__doc__ = doc
+    return function
+
+
+def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
+    """One docstring with the Args sections of both."""
+    text = inspect.getdoc(recipe) or ""
+    own = (inspect.getdoc(options) or "").partition("Args:\n")[2]
+    if "Args:\n" in text:
+        head, _, tail = text.partition("Args:\n")
+        return f"{head}Args:\n{own.rstrip()}\n{tail}"
+    return f"{text}\n\nArgs:\n{own}"
+
 
 HELP = ("-h", "--help")
 END = "--"
@@ -105,7 +386,7 @@ class VerbForm:
         """Whether the verb alone asks for this form."""
         parameters = inspect.signature(named(self.function)).parameters.values()
         return self.takes is TargetKind.words and all(
-            one.default is not one.empty for one in parameters
+            parameter.default is not parameter.empty for parameter in parameters
         )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
@@ -165,7 +446,7 @@ def run_forms(
     words, prog = list(args), verb
     if form.word:
         if args[0] != form.word:
-            parts = list(dict.fromkeys(one.word for one in forms))
+            parts = list(dict.fromkeys(other.word for other in forms))
             raise OptionError(
                 f"systolic {verb} has no {args[0]!r}{nearest(args[0], parts)}; it has {', '.join(parts)}, see systolic {verb} --help"
             )
@@ -176,7 +457,7 @@ def run_forms(
         words = [word for word in words if word != f"--{form.switch}"]
     if form is forms[0]:
         _refuse_late(verb, forms, words)
-    others = [f"--{one.with_option}" for one in forms if one.with_option]
+    others = [f"--{other.with_option}" for other in forms if other.with_option]
     words = [_renamed(word, form.options.other_names) for word in words]
     call = _read(form, prog, words, others)
     if form.check:
@@ -216,10 +497,10 @@ def _renamed(word: str, names: Mapping[str, str]) -> str:
 
 def _chosen(forms: Sequence[VerbForm], args: Sequence[str], kind_of: str) -> VerbForm:
     """The form that the words choose; that of the first word's kind where nothing else chooses one."""
-    form = next((one for one in forms if args and one.is_chosen(args)), None)
+    form = next((candidate for candidate in forms if args and candidate.is_chosen(args)), None)
     if form is None and kind_of and not args[0].startswith("-"):
         kind = named(kind_of)(args[0]).value
-        form = next((one for one in forms if one.kind == kind), None)
+        form = next((candidate for candidate in forms if candidate.kind == kind), None)
     return form or forms[0]
 
 
@@ -271,23 +552,25 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         return _run_read(form, prog, words)
     target, rest = first(words, f"{prog} --{form.switch}" if form.switch else prog, form.needs)
     if form.takes is TargetKind.name:
-        given, own = known(read, rest, f"systolic {prog} {target}")
-        asked = request(target, rest, prog, read) if own else None
-        options = {} if asked is None else asked.options
-        return FormCall((target,), read(**given), options)
+        option_values, own = known(read, rest, f"systolic {prog} {target}")
+        recipe_request = request(target, rest, prog, read) if own else None
+        options = {} if recipe_request is None else recipe_request.options
+        return FormCall((target,), read(**option_values), options)
     if "plan" in form.options.of_function:
-        asked = planned_request(target, rest, prog, read, reporter().warn, others)
+        recipe_request = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
-        asked = request(target, rest, prog, read)
+        recipe_request = request(target, rest, prog, read)
     as_typed = form.takes is TargetKind.recipe_as_typed
-    return FormCall((asked.as_typed if as_typed else asked.source,), asked.verb, {})
+    return FormCall(
+        (recipe_request.as_typed if as_typed else recipe_request.source,), recipe_request.verb, {}
+    )
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     """The call with a run: its recipe says which options follow, once the function has opened it."""
     place, rest = ("", words) if form.option else first(words, prog, form.needs)
-    given, _ = known(form.options.read, rest, f"systolic {prog}")
-    values = form.options.read(**given)
+    option_values, _ = known(form.options.read, rest, f"systolic {prog}")
+    values = form.options.read(**option_values)
     run: Path | str = getattr(values, form.option) if form.option else place
     target = shlex.join([f"--{form.option}", str(run)]) if form.option else ""
 

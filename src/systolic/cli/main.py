@@ -541,7 +541,7 @@ def _verb(args: list[str]) -> int | None:
 
 def _copied(args: list[str]) -> list[str]:
     """Arguments with the copies of what they name in buckets, brought up to date; a run that is written is not brought here."""
-    found = []
+    words = []
     for before, arg in zip(["", *args], args, strict=False):
         name, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
         written = {name, before} & WRITTEN
@@ -553,5 +553,5 @@ def _copied(args: list[str]) -> list[str]:
             from systolic.runs.remote.mirror import pull
 
             value = str(pull(value, lambda text: print(f"systolic: {text}", file=sys.stderr)))
-        found.append(f"{name}{equals}{value}")
-    return found
+        words.append(f"{name}{equals}{value}")
+    return words

@@ -151,14 +151,14 @@ def stray(rest: Sequence[str], words: Sequence[str]) -> list[str]:
         rest: What :func:`known` left, in order.
         words: The whole line.
     """
-    found, at = [], 0
+    values, at = [], 0
     for word in rest:
         # A switch leaves the value of --json=x as a word that the line does not have.
         place = words.index(word, at) if word in words[at:] else -1
         if not word.startswith("--") and (place != at or not at):
-            found.append(word)
+            values.append(word)
         at = at if place < 0 else place + 1
-    return found
+    return values
 
 
 def asks_help(args: Sequence[str]) -> bool:
@@ -206,21 +206,21 @@ def option_names(function: Callable[..., Any]) -> set[str]:
 def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
     """Option to its annotated type, None for the ``--no-`` form of a switch."""
     hints = typing.get_type_hints(function, include_extras=True)
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints.get(name, parameter.annotation)
         extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
         plain = typing.get_args(hint)[0] if extras else hint
         typed = f"{prefix}{dashed(name)}"
         if isinstance(plain, type) and is_dataclass(plain):
-            flat = any(isinstance(one, _ARG) and one.name == "" for one in extras)
-            found |= _options(plain, prefix if flat else f"{typed}.")
+            flat = any(isinstance(extra, _ARG) and extra.name == "" for extra in extras)
+            options |= _options(plain, prefix if flat else f"{typed}.")
         elif tyro.conf.Positional not in extras:
-            found[f"--{typed}"] = hint
+            options[f"--{typed}"] = hint
             if plain is bool and (prefix or parameter.default):
                 part, dot, last = typed.rpartition(".")
-                found[f"--{part}{dot}no-{last}"] = None
-    return found
+                options[f"--{part}{dot}no-{last}"] = None
+    return options
 
 
 _ARG = type(tyro.conf.arg())
@@ -281,8 +281,8 @@ def _one_line(complaint: str) -> str:
         words.append(text)
     message = " ".join(words) or "the options do not parse"
     for pattern, reword in _REWORDED:
-        if (found := pattern.search(message)) is not None:
-            return reword(found)
+        if (match := pattern.search(message)) is not None:
+            return reword(match)
     return message
 
 
@@ -355,33 +355,33 @@ def options_of(
     mine, shown = _parameters(function, positional=positional, words=words), _parameters(view)
     first = [_first(function, target)] if target else []
     others = [] if beside is None else list(_parameters(beside).values())
-    merged = {one.name: one for one in (*first, *mine.values())}
-    for one in (*others, *shown.values(), QUIET):
-        merged.setdefault(one.name, one)
+    merged = {option.name: option for option in (*first, *mine.values())}
+    for option in (*others, *shown.values(), QUIET):
+        merged.setdefault(option.name, option)
 
     def read(**values: Any) -> SimpleNamespace:
         return SimpleNamespace(**values)
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
-    read.__annotations__ = {name: one.annotation for name, one in merged.items()}
+    read.__annotations__ = {name: option.annotation for name, option in merged.items()}
     read.__doc__ = _documented(
         function, view, target, beside, whole=positional and not words, words=words
     )
     return Options(
         read=read,
-        of_function={one.name: parameter for parameter, one in mine.items()},
-        of_view={one.name: parameter for parameter, one in shown.items()},
+        of_function={option.name: parameter for parameter, option in mine.items()},
+        of_view={option.name: parameter for parameter, option in shown.items()},
         written=frozenset(
             name
-            for name, one in merged.items()
-            if any(isinstance(extra, OutputPath) for extra in _extras(one.annotation)[1])
+            for name, option in merged.items()
+            if any(isinstance(extra, OutputPath) for extra in _extras(option.annotation)[1])
         ),
         other_names={
             extra.also
             if extra.also.startswith("-")
             else f"--{dashed(extra.also)}": f"--{dashed(name)}"
-            for name, one in merged.items()
-            for extra in _extras(one.annotation)[1]
+            for name, option in merged.items()
+            for extra in _extras(option.annotation)[1]
             if isinstance(extra, OptionWords) and extra.also
         },
     )
@@ -400,38 +400,38 @@ def _parameters(
     typed: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(plain).parameters.items():
         kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
-        given = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
+        option_words = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            is_word = name in words if words else positional and given is None
+            is_word = name in words if words else positional and option_words is None
             if is_word:
                 text = next((extra for extra in extras if isinstance(extra, TextWord)), None)
                 extras = [*extras, tyro.conf.Positional]
                 if text is not None:
                     kind, extras = str, [*extras, tyro.conf.arg(metavar=text.name)]
-            elif given is None and not words:
+            elif option_words is None and not words:
                 continue
         elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
-        given = given or OptionWords(_narrowed(kind))
-        if given.kind is None:
+        option_words = option_words or OptionWords(_narrowed(kind))
+        if option_words.kind is None:
             continue
-        default = parameter.default if given.default is NO_VALUE else given.default
-        if isinstance(default, enum.Enum) and given.kind is str:
+        default = parameter.default if option_words.default is NO_VALUE else option_words.default
+        if isinstance(default, enum.Enum) and option_words.kind is str:
             default = default.value
-        if given.default_text:
-            hint = f"(default: {given.default_text})"
+        if option_words.default_text:
+            hint = f"(default: {option_words.default_text})"
             extras = [
                 *extras,
-                tyro.conf.arg(metavar=given.metavar, help_behavior_hint=hint),
+                tyro.conf.arg(metavar=option_words.metavar, help_behavior_hint=hint),
             ]
-        if given.repeated:
+        if option_words.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
-        if given.flat:
+        if option_words.flat:
             extras = [*extras, tyro.conf.arg(name="")]
         typed[name] = parameter.replace(
-            name=given.name or name,
+            name=option_words.name or name,
             kind=inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[given.kind, *extras] if extras else given.kind,
+            annotation=Annotated[option_words.kind, *extras] if extras else option_words.kind,
             default=default,
         )
     return typed
@@ -532,7 +532,9 @@ def _arguments(
 ) -> Sequence[str]:
     """Lines of the docstring's section of arguments, by the names of their options."""
     _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
-    names = {parameter: one.name for parameter, one in _parameters(function, words=words).items()}
+    names = {
+        parameter: option.name for parameter, option in _parameters(function, words=words).items()
+    }
     names |= {parameter: f"{parameter}-of-both" for parameter in without}
     return [
         re.sub(r"^    (\w+):", lambda m: f"    {names.get(m[1], m[1])}:", line)

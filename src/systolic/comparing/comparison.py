@@ -77,35 +77,35 @@ def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
     if isinstance(a.job.data, Sentences) and isinstance(b.job.data, Sentences):
         texts = PASSAGE.splitlines()
         ours, theirs = ({"embedding": _embeddings(model, texts)} for model in (b, a))
-        best, told = None, f"{len(texts)} lines of text"
+        best, description = None, f"{len(texts)} lines of text"
     else:
-        found = _outputs_of_both(a, b)
-        if isinstance(found, str):
-            return found
-        best, (ours, theirs, told) = _best(a.job), found
-    shapes = [{name: one.shape for name, one in side.items()} for side in (theirs, ours)]
+        outputs = _outputs_of_both(a, b)
+        if isinstance(outputs, str):
+            return outputs
+        best, (ours, theirs, description) = _best(a.job), outputs
+    shapes = [{name: array.shape for name, array in side.items()} for side in (theirs, ours)]
     if shapes[0] != shapes[1]:
         return f"their outputs have different shapes, {_told(shapes[0])} and {_told(shapes[1])}"
-    return _compared(ours, theirs, best, told)
+    return _compared(ours, theirs, best, description)
 
 
 def _embeddings(model: "TrainedModel", texts: Sequence[str]) -> np.ndarray:
     """Embeddings float32[texts, width], as ``predict`` returns them."""
-    return np.asarray([one["embedding"] for one in model.predict(texts)], np.float32)
+    return np.asarray([prediction["embedding"] for prediction in model.predict(texts)], np.float32)
 
 
 def _outputs_of_both(a: "TrainedModel", b: "TrainedModel") -> tuple[Named, Named, str] | str:
     """Outputs of the second and the first model and a description of the inputs; a reason if inputs differ."""
-    found = shared_inputs(a.job, b.job)
-    if isinstance(found, str):
-        return found
-    inputs, told = found
+    shared = shared_inputs(a.job, b.job)
+    if isinstance(shared, str):
+        return shared
+    inputs, description = shared
     ours, theirs = (_outputs(model, inputs) for model in (b, a))
     if _is_text(a.job):
         # A vocabulary may be padded at its end.
         size = min(ours["outputs"].shape[-1], theirs["outputs"].shape[-1])
-        ours, theirs = ({"outputs": one["outputs"][..., :size]} for one in (ours, theirs))
-    return ours, theirs, told
+        ours, theirs = ({"outputs": side["outputs"][..., :size]} for side in (ours, theirs))
+    return ours, theirs, description
 
 
 def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
@@ -117,12 +117,12 @@ def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
         return _speech(a.model, b.model)
     if isinstance(a.data, InputFiles) and isinstance(b.data, InputFiles):
         return _arrays(a.data, b.data)
-    if all("image" in one for one in fields):
-        shapes = [tuple(one["image"].shape) for one in fields]
+    if all("image" in features for features in fields):
+        shapes = [tuple(features["image"].shape) for features in fields]
         if shapes[0] != shapes[1]:
             return f"their images have different sizes, {list(shapes[0])} and {list(shapes[1])}"
-        made = np.random.default_rng(0).integers(0, 256, (ROWS, *shapes[0])).astype(np.uint8)
-        return {"image": made}, f"{ROWS} images of random bytes"
+        images = np.random.default_rng(0).integers(0, 256, (ROWS, *shapes[0])).astype(np.uint8)
+        return {"image": images}, f"{ROWS} images of random bytes"
     return f"no common inputs are known for a {type(a.model).__name__} and a {type(b.model).__name__} with these tasks"
 
 
@@ -139,18 +139,21 @@ def _is_text(job: Job) -> bool:
 
 def _texts(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
     tokenizers = [_tokenizer(job) for job in (a, b)]
-    if None not in tokenizers and len({one.digest() for one in tokenizers if one}) > 1:
+    if (
+        None not in tokenizers
+        and len({tokenizer.digest() for tokenizer in tokenizers if tokenizer}) > 1
+    ):
         return "their tokenizers differ, so their outputs are for different tokens"
     models: list[Any] = [a.model, b.model]
     vocab = min(model.vocab for model in models)
     tokens = min(TOKENS, *(_positions(model) for model in models))
     first = tokenizers[0]
     ids = np.asarray(() if first is None or first.file() is None else first.encode(PASSAGE))
-    told = f"{ROWS} rows of {tokens} tokens of text"
+    description = f"{ROWS} rows of {tokens} tokens of text"
     if not ids.size or ids.max() >= vocab:
         ids = np.random.default_rng(0).integers(0, vocab, ROWS * tokens)
-        told = f"{ROWS} rows of {tokens} random tokens"
-    return {"tokens": np.resize(ids, (ROWS, tokens)).astype(np.int32)}, told
+        description = f"{ROWS} rows of {tokens} random tokens"
+    return {"tokens": np.resize(ids, (ROWS, tokens)).astype(np.int32)}, description
 
 
 def _positions(model: Any) -> int:
@@ -182,13 +185,13 @@ def _arrays(a: InputFiles, b: InputFiles) -> tuple[dict[str, np.ndarray], str] |
     rows = int(np.lcm(a.together, b.together))
     rows *= -(-ROWS // rows)
     random = np.random.default_rng(0)
-    made = {}
+    arrays = {}
     for name, array in a.inputs.items():
         shape = array.shape if name in a.repeated else (rows, *array.shape)
         kind = np.dtype(array.dtype).kind
         drawn = random.normal(size=shape) if kind == "f" else random.integers(0, 2, shape)
-        made[name] = drawn.astype(array.dtype)
-    return made, f"{rows} examples of random arrays"
+        arrays[name] = drawn.astype(array.dtype)
+    return arrays, f"{rows} examples of random arrays"
 
 
 def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
@@ -200,34 +203,34 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
         return {"outputs": outputs_of(steps, weights, inputs)}
     from systolic.inference.predictions import Runner
 
-    rows = next(len(one) for name, one in inputs.items() if name not in data.repeated)
+    rows = next(len(array) for name, array in inputs.items() if name not in data.repeated)
     examples = (
-        {name: one if name in data.repeated else one[row] for name, one in inputs.items()}
+        {name: array if name in data.repeated else array[row] for name, array in inputs.items()}
         for row in range(rows)
     )
     each = list(Runner(steps, weights, rows, data.together)(examples))
-    return {name: np.stack([np.atleast_1d(one[name]) for one in each]) for name in each[0]}
+    return {name: np.stack([np.atleast_1d(outputs[name]) for outputs in each]) for name in each[0]}
 
 
-def _compared(ours: Named, theirs: Named, best: str | None, told: str) -> Agreement:
-    away = {name: np.abs(ours[name] - one).astype(np.float32) for name, one in theirs.items()}
-    same = [ours[name].argmax(-1) == one.argmax(-1) for name, one in theirs.items()]
-    count = sum(one.size for one in away.values())
+def _compared(ours: Named, theirs: Named, best: str | None, description: str) -> Agreement:
+    away = {name: np.abs(ours[name] - array).astype(np.float32) for name, array in theirs.items()}
+    same = [ours[name].argmax(-1) == array.argmax(-1) for name, array in theirs.items()]
+    count = sum(error.size for error in away.values())
     return Agreement(
         rows=len(next(iter(theirs.values()))),
-        positions=sum(one.size for one in same),
-        max_abs=max(float(one.max()) for one in away.values()),
-        mean_abs=sum(float(one.sum(dtype=np.float64)) for one in away.values()) / count,
+        positions=sum(hits.size for hits in same),
+        max_abs=max(float(error.max()) for error in away.values()),
+        mean_abs=sum(float(error.sum(dtype=np.float64)) for error in away.values()) / count,
         max_relative=max(
-            float(one.max()) / max(float(np.abs(theirs[name]).max()), 1e-30)
-            for name, one in away.items()
+            float(error.max()) / max(float(np.abs(theirs[name]).max()), 1e-30)
+            for name, error in away.items()
         ),
         same_best=None
         if best is None
-        else sum(int(one.sum()) for one in same) / sum(one.size for one in same),
+        else sum(int(hits.sum()) for hits in same) / sum(hits.size for hits in same),
         best=best,
-        inputs=told,
-        cosine=None if best else Cosine.of(*(next(iter(one.values())) for one in (ours, theirs))),
+        inputs=description,
+        cosine=None if best else Cosine.of(*(next(iter(side.values())) for side in (ours, theirs))),
     )
 
 
@@ -302,8 +305,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         """Both models and whether they agree, on one line."""
-        found = str(self.agreement or self.disagreement)
-        return f"<Comparison of {self.a.path} and {self.b.path}: {found}>"
+        outcome = str(self.agreement or self.disagreement)
+        return f"<Comparison of {self.a.path} and {self.b.path}: {outcome}>"
 
     def _repr_html_(self) -> str:
         from systolic.comparing.display.text import lines
@@ -372,11 +375,11 @@ def _refuse_other_tasks(paths: Sequence[Path], jobs: Sequence[Job]) -> None:
     """Raises OptionError for models that do different things."""
     names = [type(job.task).__name__ for job in jobs]
     if type(jobs[0].task) is not type(jobs[1].task):
-        told = [
+        descriptions = [
             f"{path} is a {type(job.model).__name__} for {name}"
             for path, job, name in zip(paths, jobs, names, strict=True)
         ]
-        raise OptionError(f"{' and '.join(told)}; compare two models of one task")
+        raise OptionError(f"{' and '.join(descriptions)}; compare two models of one task")
 
 
 def _described(model: TrainedModel) -> ComparedModel:
@@ -384,7 +387,7 @@ def _described(model: TrainedModel) -> ComparedModel:
 
     job, weights = model.job, model.weights
     frozen = model.setup.steps.network.frozen
-    held = {path: one for path, one in weights.model_state.items() if path in frozen}
+    held = {path: array for path, array in weights.model_state.items() if path in frozen}
     counted = held if job.adapter else weights.params | held
     return ComparedModel(
         path=model.path,
@@ -410,8 +413,8 @@ def _file_bytes(path: Path) -> int | None:
     if isinstance(source, BundleSource):
         own = source.bundle.record.files.items()
         return sum(
-            one.bytes
-            for name, one in own
+            file.bytes
+            for name, file in own
             if name.endswith(SUFFIX) and not name.startswith(RECORDED)
         )
     if isinstance(source, TransformersSource):
@@ -424,12 +427,12 @@ def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
     from systolic.formats.bundle import evaluations_of
 
     if not in_files(model.path):
-        found = evaluations_of(model.path, model.step)
+        evaluations = evaluations_of(model.path, model.step)
     elif (model.path / MANIFEST).is_file():
-        found = open_bundle(model.path).record.evaluations
+        evaluations = open_bundle(model.path).record.evaluations
     else:
-        found = []
-    return [msgspec.to_builtins(one) for one in found]
+        evaluations = []
+    return [msgspec.to_builtins(evaluation) for evaluation in evaluations]
 
 
 @called("--data")

@@ -63,8 +63,8 @@ class SpeedOptions:
     @property
     def slices(self) -> Sequence[str]:
         """Names of the slices, each once."""
-        given = [] if self.on is None else [one.strip() for one in self.on.split(",")]
-        return tuple(dict.fromkeys(given))
+        names = [] if self.on is None else [name.strip() for name in self.on.split(",")]
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ModelSpeeds:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        each = {name: dict(one) for name, one in self.forecasts.items()}
+        each = {name: dict(forecast) for name, forecast in self.forecasts.items()}
         return {
             "seconds": dict(self.seconds),
             "program": self.program,
@@ -98,12 +98,12 @@ def speeds_of(
     models: Sequence[TrainedModel], options: SpeedOptions, say: Say
 ) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
     """Speeds of models whose calls are timed in turn; and what a call computed."""
-    found, timed = _timed_in_turn(models, options, say)
-    made = [
-        replace(one, forecasts=_forecasts(model.job, options, say))
-        for model, one in zip(models, found, strict=True)
+    measured, timed = _timed_in_turn(models, options, say)
+    speeds = [
+        replace(speed, forecasts=_forecasts(model.job, options, say))
+        for model, speed in zip(models, measured, strict=True)
     ]
-    return made, timed
+    return speeds, timed
 
 
 def speeds_beside(
@@ -123,15 +123,15 @@ def speeds_beside(
         room = max(1, most - options.output_tokens)
         options = replace(options, prompt_tokens=min(options.prompt_tokens, room))
     together = [list(paths)] if _fit(list(prepared.values())) else [[path] for path in paths]
-    found: list[ModelSpeeds] = []
+    all_speeds: list[ModelSpeeds] = []
     timed: Mapping[str, int] = {}
     for each in together:
         models = [
             TrainedModel(path, prepared[path].setup, prepared[path].read(), None) for path in each
         ]
         speeds, timed = _speeds_after_writing(models, options, say)
-        found += speeds
-    return found, timed
+        all_speeds += speeds
+    return all_speeds, timed
 
 
 def _fit(models: Sequence[PreparedModel]) -> bool:
@@ -140,9 +140,11 @@ def _fit(models: Sequence[PreparedModel]) -> bool:
     from systolic.serving.text.memory import capacity_bytes
 
     devices = models[0].setup.machine.devices
-    networks = [one.setup.steps.network for one in models]
-    sizes = [sizes_of({**one.params, **one.model_state}).bytes_by_dtype for one in networks]
-    wanted = 2 * sum(sum(one.values()) for one in sizes)
+    networks = [model.setup.steps.network for model in models]
+    sizes = [
+        sizes_of({**network.params, **network.model_state}).bytes_by_dtype for network in networks
+    ]
+    wanted = 2 * sum(sum(by_dtype.values()) for by_dtype in sizes)
     return wanted <= capacity_bytes(devices) * len(devices)
 
 
@@ -175,17 +177,17 @@ def _timed_in_turn(
         output_tokens=options.output_tokens,
     )
     calls = [server_call(model, sizes) for model in models]
-    found = medians(calls, options.repeats)
-    made = [
+    stage_seconds = medians(calls, options.repeats)
+    speeds = [
         ModelSpeeds(
-            seconds=one,
+            seconds=seconds,
             program=call.program,
             device=model.setup.machine.name,
             notes=tuple(call.notes),
         )
-        for model, call, one in zip(models, calls, found, strict=True)
+        for model, call, seconds in zip(models, calls, stage_seconds, strict=True)
     ]
-    return made, {**calls[0].sizes(), "repeats": options.repeats}
+    return speeds, {**calls[0].sizes(), "repeats": options.repeats}
 
 
 def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
@@ -204,8 +206,8 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     from systolic.serving.text.timed import ServedTexts
     from systolic.steps.serving_layout import ServingLayout
 
-    told: list[str] = []
-    placement = ReplicaPlacement(asked=ServingLayout(), sizes=EngineSizes())
+    notes: list[str] = []
+    placement = ReplicaPlacement(layout=ServingLayout(), sizes=EngineSizes())
 
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
         return placement.place(job, platform, devices, 0)
@@ -213,11 +215,11 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     held = restored_on_cpu(
         PreparedModel(setup=set_up_here(model.job, place=place), read=lambda: model.weights),
         lambda job: set_up_here(job, place=place),
-        told.append,
+        notes.append,
     )
     steps = held.setup.steps
     call = ServedTexts(steps, held.read, sizes, ProgramStore(steps))
-    call.notes = told
+    call.notes = notes
     return call
 
 
@@ -234,14 +236,14 @@ def _forecast(job: Job, on: Slice, options: SpeedOptions, say: Say) -> dict[str,
             prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, chunk=CHUNK
         )
         job = replace(job, layout=engine_layout(job, on, load, options.rows).layout)
-        made = forecast_serving(
+        forecast = forecast_serving(
             job, on, load, concurrency=(options.rows,), compiler=compiler, watch=say
         )
-        weights = made.memory.weights_bytes
-        points = [point.to_json() for point in made.points]
+        weights = forecast.memory.weights_bytes
+        points = [point.to_json() for point in forecast.points]
         return {
-            "program": made.program,
-            "fits": made.fits,
+            "program": forecast.program,
+            "fits": forecast.fits,
             "weights_bytes": weights,
             "points": points,
         }

@@ -92,13 +92,13 @@ def _hide_own_lines() -> None:
 
 def _place(error: Exception) -> str:
     """``file.py:14``, the last line of the user's on the way to an error; empty without one."""
-    found = ""
+    place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
         own = Path(__file__).parents[1] in path.parents or "site-packages" in path.parts
         if path.suffix == ".py" and not own and Path(os.__file__).parent not in path.parents:
-            found = f"{path.name}:{frame.lineno}"
-    return found
+            place = f"{path.name}:{frame.lineno}"
+    return place
 
 
 def _read_request() -> bytes:
@@ -157,7 +157,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         "seconds": clock.laps,
         "stamp": stamp.to_json(),
     }
-    asked = [
+    decisive = [
         text,
         *(report[name] for name in ("places", "slice", "flags", "options", "versions", "built")),
         host_backend.seen(on, os.environ),
@@ -165,7 +165,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         [on.topology_name, on.chip_config_name, on.chips_per_host_bounds, on.num_slices],
         settings.key(),
     ]
-    plain, saved = _digest(asked), _digest([*asked, "with the executable"])
+    plain, saved = _digest(decisive), _digest([*decisive, "with the executable"])
     store = Store("programs", Path(request["store"]))
     # Of two requests for the same program at a time one compiles, and the other finds the result.
     with store.lock(plain, lambda: say(stage="waiting")):
@@ -218,11 +218,11 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
     except Exception as error:
         desk.store.check_room()  # with a full disk the compiler's error means nothing
         clock.lap("compile")
-        told = f"{type(error).__name__}: {error}"
-        if rejection(told, 0) is None:
-            _fail("compiler", told)
+        failure = f"{type(error).__name__}: {error}"
+        if rejection(failure, 0) is None:
+            _fail("compiler", failure)
             return False
-        _write(folder / ERROR, {"text": told})
+        _write(folder / ERROR, {"text": failure})
         if (begun := refused_schedule(desk.dumped)) is not None:
             # The module that did not fit, to name the buffers by.
             (folder / HLO).write_bytes(keep(begun))
@@ -262,9 +262,9 @@ def _used(dumped: Path) -> dict[str, int]:
 
 def _digest(parts: list[Any]) -> str:
     """Name of an answer, into which the module that counts kernels has written."""
-    made = hashlib.sha256(json.dumps(parts).encode())
-    made.update(Path(kernels.__file__).read_bytes())
-    return made.hexdigest()[:32]
+    hashed = hashlib.sha256(json.dumps(parts).encode())
+    hashed.update(Path(kernels.__file__).read_bytes())
+    return hashed.hexdigest()[:32]
 
 
 def _memory(compiled: Any) -> dict[str, int]:

@@ -118,8 +118,8 @@ class Pool:
         self, program: Program, on: Slice, compiler: Compiler, say: Say = lambda _: None
     ) -> "Future[Outcome]":
         """Submits a compile, which begins when a worker is free."""
-        asked = _Asked(program, on, compiler)
-        return self._threads.submit(_compile, asked, say, self._children)
+        request = _Asked(program, on, compiler)
+        return self._threads.submit(_compile, request, say, self._children)
 
 
 @dataclass
@@ -160,8 +160,8 @@ class _Children:
                 _kill(process)
 
 
-def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
-    on, compiler = asked.on, asked.compiler
+def _compile(request: "_Asked", say: Say, children: _Children) -> Outcome:
+    on, compiler = request.on, request.compiler
     if on.platform == "tpu" and version("libtpu") is None:
         raise MissingExtraError(f"compiling for {on.name}", "tpu")
     host_backend.check(on, compiler.save)
@@ -169,32 +169,32 @@ def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
         # Only libtpu takes minutes beyond its schedule.
         kept = {k: v for k, v in compiler.options.items() if k != SCHEDULE_ONLY}
         compiler = replace(compiler, options=kept)
-        asked = replace(asked, compiler=compiler)
+        request = replace(request, compiler=compiler)
     store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
     if compiler.save:
         check_owner(store.root)
-    name = _request_name(asked)
+    name = _request_name(request)
     if name is not None and (known := _known(requests, name, store, compiler)) is not None:
         return known
     store.check_room()
     with store.scratch() as folder, store.scratch() as desk:
         try:
-            made = _run_child(_CompileTask(asked, folder, desk), say, children)
+            reply = _run_child(_CompileTask(request, folder, desk), say, children)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             raise unwritable(store.root, error) from error
-    if isinstance(made, Failed):
-        unknown = [flag for flag in compiler.flags if name_of(flag) == made.unknown_flag]
+    if isinstance(reply, Failed):
+        unknown = [flag for flag in compiler.flags if name_of(flag) == reply.unknown_flag]
         if set(unknown) <= set(compiler.runtime):
-            return made
+            return reply
         more = replace(compiler, runtime=(*compiler.runtime, *unknown))
-        return _compile(replace(asked, compiler=more), say, children)
+        return _compile(replace(request, compiler=more), say, children)
     if name is not None:
         # An answer is returned even if its note can't be written.
         with contextlib.suppress(RunError):
-            write_json(_note(requests, name), {"program": made.digest, "facts": made.facts})
-    return _outcome(store.path(made.digest), made)
+            write_json(_note(requests, name), {"program": reply.digest, "facts": reply.facts})
+    return _outcome(store.path(reply.digest), reply)
 
 
 def _note(requests: Store, name: str) -> Path:
@@ -205,16 +205,16 @@ def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outc
     """Stored answer to a request of that name; None when it is absent or damaged."""
     try:
         note = read_json(_note(requests, name))
-        made = _Answer(note["program"], note["facts"], cached=True)
-        found = store.get(made.digest)
+        reply = _Answer(note["program"], note["facts"], cached=True)
+        folder = store.get(reply.digest)
     except (RunError, KeyError, TypeError):
         return None
-    if found is None:
+    if folder is None:
         return None
-    refused = (found / ERROR).exists()
-    if compiler.save and not refused and not (found / EXECUTABLE).exists():
+    refused = (folder / ERROR).exists()
+    if compiler.save and not refused and not (folder / EXECUTABLE).exists():
         return None
-    return _outcome(found, made)
+    return _outcome(folder, reply)
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,11 @@ class _Answer:
     cached: bool
 
 
-def _outcome(folder: Path, made: _Answer) -> Outcome:
+def _outcome(folder: Path, reply: _Answer) -> Outcome:
     refused = folder / ERROR
     if not refused.exists():
-        return Compiled(folder, made.digest, made.cached, made.facts)
-    report = {**read_json(folder / REPORT), "program": dict(made.facts)}
+        return Compiled(folder, reply.digest, reply.cached, reply.facts)
+    report = {**read_json(folder / REPORT), "program": dict(reply.facts)}
     answer = rejection(read_json(refused)["text"], 0)
     assert answer is not None
     # The report's figure is exact; the message rounds to two decimals.
@@ -238,8 +238,8 @@ def _outcome(folder: Path, made: _Answer) -> Outcome:
     return replace(
         answer,
         need_bytes=need,
-        digest=made.digest,
-        cached=made.cached,
+        digest=reply.digest,
+        cached=reply.cached,
         report=report,
         folder=folder,
     )
@@ -257,36 +257,36 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _CompileTask:
-    asked: _Asked
+    wanted: _Asked
     folder: Path
     """Folder of the answer."""
     desk: Path
     """Folder of the child's output and the compiler's dump."""
 
-    def request(self) -> bytes:
+    def message(self) -> bytes:
         """Request that the child reads."""
         import cloudpickle
 
-        compiler = self.asked.compiler
+        compiler = self.wanted.compiler
         return cloudpickle.dumps(
             {
                 # Unpickled after the settings apply, otherwise 64-bit arrays would be narrowed.
-                "program": dumps(self.asked.program),
-                "slice": self.asked.on.name,
+                "program": dumps(self.wanted.program),
+                "slice": self.wanted.on.name,
                 "flags": tuple(compiler.flags),
                 "runtime": _runtime(compiler),
                 "options": dict(compiler.options),
                 "save": compiler.save,
                 "store": str(compiler.root),
-                "settings": dict(self.asked.settings),
+                "settings": dict(self.wanted.settings),
             }
         )
 
 
 def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | Failed:
     """The store's entry with the answer, or the failure."""
-    log, request = task.desk / "log", task.request()
-    on, compiler = task.asked.on, task.asked.compiler
+    log, message = task.desk / "log", task.message()
+    on, compiler = task.wanted.on, task.wanted.compiler
     own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
     process = children.start(
         [sys.executable, "-m", "systolic.compiling.child", str(task.folder), str(task.desk)],
@@ -294,8 +294,8 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
         log,
     )
     try:
-        _send(process, request)
-        told = _listen(process, say)
+        _send(process, message)
+        record = _listen(process, say)
         code = process.wait()
     except BaseException:
         _kill(process)
@@ -306,20 +306,20 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
     if children.ended:
         raise KeyboardInterrupt
     if code == 0:
-        return _Answer(told["digest"], told["facts"], cached=told["stage"] == "found")
+        return _Answer(record["digest"], record["facts"], cached=record["stage"] == "found")
     printed = log.read_text(errors="replace")
     tail = "\n".join(printed.splitlines()[-LOG_LINES:])
-    if told.get("stage") != FAILED:
+    if record.get("stage") != FAILED:
         return Failed(reason=_death(code, printed), log=tail)
-    if told["who"] == "user":
-        raise _MISTAKES.get(told["kind"], SystolicError)(told["text"])
-    log = f"{told['text']}\n{tail}"
-    if (found := _NO_OPTION.search(told["text"])) is not None:
-        flag = f"--{found[1]}"
+    if record["who"] == "user":
+        raise _MISTAKES.get(record["kind"], SystolicError)(record["text"])
+    log = f"{record['text']}\n{tail}"
+    if (unknown := _NO_OPTION.search(record["text"])) is not None:
+        flag = f"--{unknown[1]}"
         reason = f"libtpu {version('libtpu')} or XLA does not know a flag: {flag}; leave it out"
         return Failed(reason=reason, log=log, unknown_flag=flag)
-    where = f" (at {told['where']})" if told["where"] else ""
-    return Failed(reason=f"{_first_line(told['text'])}{where}", log=log)
+    where = f" (at {record['where']})" if record["where"] else ""
+    return Failed(reason=f"{_first_line(record['text'])}{where}", log=log)
 
 
 def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
@@ -331,7 +331,7 @@ def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
 
 def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
     """The child's last record."""
-    told: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     assert process.stdout is not None
     for line in process.stdout:
         try:
@@ -340,10 +340,10 @@ def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
             continue  # a library that prints
         if not isinstance(record, dict) or "stage" not in record:
             continue
-        told = record
-        if told["stage"] != FAILED:
-            say(told["stage"])
-    return told
+        last = record
+        if last["stage"] != FAILED:
+            say(last["stage"])
+    return last
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -378,20 +378,20 @@ def _first_line(text: str) -> str:
     return " ".join(text.split())[:REASON]
 
 
-def _request_name(asked: _Asked) -> str | None:
-    key = asked.program.key()
+def _request_name(request: _Asked) -> str | None:
+    key = request.program.key()
     if key is None:
         return None
     return digest(
         {
             "program": key,
-            "slice": decisive(asked.on),
-            "flags": list(asked.compiler.flags),
-            "options": dict(asked.compiler.options),
+            "slice": decisive(request.on),
+            "flags": list(request.compiler.flags),
+            "options": dict(request.compiler.options),
             "versions": {name: version(name) for name in DECISIVE},
             "code": _code(),
-            "machine": host_backend.seen(asked.on, os.environ),
-            "settings": {name: repr(value) for name, value in asked.settings.items()},
+            "machine": host_backend.seen(request.on, os.environ),
+            "settings": {name: repr(value) for name, value in request.settings.items()},
             "variables": settings.of_variables(os.environ),
         },
         length=32,

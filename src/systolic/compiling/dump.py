@@ -129,8 +129,8 @@ def peak_bytes(folder: Path) -> int | None:
 
 def used_bytes(report: str) -> int | None:
     """Device memory that the compiler compares with the chip's, by the text of its report; None of another text."""
-    found = _TOTAL.search(report)
-    return int(found[1]) if found else None
+    match = _TOTAL.search(report)
+    return int(match[1]) if match else None
 
 
 def scheduled_for_cpu(folder: Path) -> str | None:

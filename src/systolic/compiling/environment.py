@@ -21,15 +21,15 @@ QUIET = {
 
 
 def child_environment(
-    given: Mapping[str, str], on: Slice, flags: Sequence[str] = ()
+    environ: Mapping[str, str], on: Slice, flags: Sequence[str] = ()
 ) -> dict[str, str]:
     """Environment of the process that compiles for ``on``, with ``flags`` in it."""
-    made = {**given, **QUIET}
-    made.pop("XLA_FLAGS", None)
+    variables = {**environ, **QUIET}
+    variables.pop("XLA_FLAGS", None)
     # The child must import what the parent can, such as modules beside the user's script.
-    made["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if on.platform == "tpu":
-        made["LIBTPU_INIT_ARGS"] = " ".join(flags)
+        variables["LIBTPU_INIT_ARGS"] = " ".join(flags)
     else:
-        made |= host_backend.child_variables(given, on, tuple(flags))
-    return made
+        variables |= host_backend.child_variables(environ, on, tuple(flags))
+    return variables

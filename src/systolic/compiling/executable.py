@@ -62,13 +62,13 @@ class Fingerprint:
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "Fingerprint":
+    def from_json(cls, values: Mapping[str, Any]) -> "Fingerprint":
         """Fingerprint from plain values.
 
         Raises:
             KeyError: a field is absent.
         """
-        return cls(**{one.name: given[one.name] for one in fields(cls)})
+        return cls(**{attribute.name: values[attribute.name] for attribute in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +125,8 @@ def place(device: Any) -> list[int]:
 def flags_of(environ: Mapping[str, str], platform: str) -> list[str]:
     """Compiler flags in an environment, sorted; libtpu also reads LIBTPU_INIT_ARGS."""
     names = ("LIBTPU_INIT_ARGS", "XLA_FLAGS") if platform == "tpu" else ("XLA_FLAGS",)
-    given = {flag for name in names for flag in shlex.split(environ.get(name, ""))}
-    return sorted(flag for flag in given if not flag.startswith(_VIRTUAL))
+    flags = {flag for name in names for flag in shlex.split(environ.get(name, ""))}
+    return sorted(flag for flag in flags if not flag.startswith(_VIRTUAL))
 
 
 def program_digest(text: str) -> str:
@@ -134,7 +134,7 @@ def program_digest(text: str) -> str:
     return hashlib.sha256(_KERNEL.sub(_without_paths, text).encode()).hexdigest()
 
 
-def _without_paths(found: re.Match[str]) -> str:
+def _without_paths(match: re.Match[str]) -> str:
     from jax.experimental.mosaic.dialects import tpu
     from jax.extend.mlir import ir
 
@@ -142,10 +142,10 @@ def _without_paths(found: re.Match[str]) -> str:
         context.allow_unregistered_dialects = True
         tpu.register_dialect(context)
         try:
-            module = ir.Module.parse(b64decode(found[2]))
+            module = ir.Module.parse(b64decode(match[2]))
         except (ir.MLIRError, ValueError):  # another kind of kernel, compared unchanged
-            return found[0]
-        return f"{found[1]}{module.operation.get_asm(enable_debug_info=False)}"
+            return match[0]
+        return f"{match[1]}{module.operation.get_asm(enable_debug_info=False)}"
 
 
 def serialize(compiled: Any) -> bytes:
@@ -169,19 +169,19 @@ def signature(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def save(made: Compiled, path: Path) -> None:
+def save(compiled: Compiled, path: Path) -> None:
     """Copies an executable from the store to ``path``, and its report to ``path.json``.
 
     Raises:
         RunError: there is none, others could have written it, or a file can't be written.
     """
-    source = made.executable
+    source = compiled.executable
     if source is None:
-        raise RunError(f"{made.folder} has no executable; compile it with save=True")
+        raise RunError(f"{compiled.folder} has no executable; compile it with save=True")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
-        _beside(path).write_text(json.dumps(made.report))
+        _beside(path).write_text(json.dumps(compiled.report))
     except OSError as error:
         raise RunError(
             f"{path} could not be written ({error.strerror}); {cure(path, error)}"
@@ -269,14 +269,14 @@ def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
         ("kind", "chip"),
         ("devices", "number of devices"),
     ):
-        one, other = getattr(saved, name), getattr(here, name)
-        if one != other:
-            yield what, str(one), str(other), again
+        theirs, ours = getattr(saved, name), getattr(here, name)
+        if theirs != ours:
+            yield what, str(theirs), str(ours), again
     for name in PACKAGES:
-        one, other = saved.versions.get(name), here.versions.get(name)
-        if one != other:
-            fix = f"pip install {name}=={one}, or {again}" if one else again
-            yield f"{name} version", _text(one), _text(other), fix
+        theirs, ours = saved.versions.get(name), here.versions.get(name)
+        if theirs != ours:
+            fix = f"pip install {name}=={theirs}, or {again}" if theirs else again
+            yield f"{name} version", _text(theirs), _text(ours), fix
     if saved.build != here.build:
         yield "libtpu build", _text(saved.build), _text(here.build), again
     if list(saved.flags) != list(here.flags):
@@ -287,17 +287,17 @@ def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
     names = (("places", "place in the topology"), ("ids", "number in JAX"))
     for name, what in names:
         pairs = zip(getattr(saved, name), getattr(here, name), strict=True)
-        for index, (one, other) in enumerate(pairs):
-            if one != other:
-                yield f"device {index} by {what}", _text(one), _text(other), again
+        for index, (theirs, ours) in enumerate(pairs):
+            if theirs != ours:
+                yield f"device {index} by {what}", _text(theirs), _text(ours), again
 
 
 def _differing(
-    one: Mapping[str, Any], other: Mapping[str, Any]
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Entries that differ between the two, with the values of each."""
-    names = [name for name in one if name not in other or one[name] != other[name]]
-    return {n: one[n] for n in names}, {n: other[n] for n in names if n in other}
+    names = [name for name in theirs if name not in ours or theirs[name] != ours[name]]
+    return {n: theirs[n] for n in names}, {n: ours[n] for n in names if n in ours}
 
 
 def _text(value: Any) -> str:
@@ -305,9 +305,9 @@ def _text(value: Any) -> str:
     if value in (None, "", [], {}):
         return "none"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
+        return ", ".join(f"{name} {part}" for name, part in value.items())
     if isinstance(value, list | tuple):
-        spaced = all(isinstance(one, str) for one in value)
+        spaced = all(isinstance(part, str) for part in value)
         return " ".join(value) if spaced else f"({', '.join(map(str, value))})"
     return str(value)
 
@@ -317,10 +317,10 @@ def _beside(path: Path) -> Path:
 
 
 def _report(path: Path) -> dict[str, Any]:
-    for one in (path, _beside(path)):
-        if not one.is_file():
+    for file in (path, _beside(path)):
+        if not file.is_file():
             raise NotFoundError(
-                f"{one} is not a file; systolic forecast RECIPE --on SLICE --save {path} writes it and {path.name}.json"
+                f"{file} is not a file; systolic forecast RECIPE --on SLICE --save {path} writes it and {path.name}.json"
             )
     try:
         report = json.loads(_beside(path).read_text())

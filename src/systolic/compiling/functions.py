@@ -37,21 +37,21 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
         OptionError: the function has a mesh of another number of devices than the slice, or is jitted for one device.
     """
     try:
-        traced, mesh, made = _attempt(program, on, devices)
+        traced, mesh, meshes = _attempt(program, on, devices)
     except SystolicError:
         raise
     except Exception as first:
-        told = first
+        cause = first
         for other in _others(program, first):
             try:
                 return trace_function(other, on, devices)
             except SystolicError:
                 raise
             except Exception as second:
-                if _OF_CONTEXT in str(told):  # which is none of the user's
-                    told = second
-        raise _explained(told, program, on) from first
-    if (own := _with_own_mesh(program, traced, made, on)) is not None:
+                if _OF_CONTEXT in str(cause):  # which is none of the user's
+                    cause = second
+        raise _explained(cause, program, on) from first
+    if (own := _with_own_mesh(program, traced, meshes, on)) is not None:
         return trace_function(own, on, devices)
     unit, units = program.units or ("calls", 1)
     return Traced(
@@ -77,12 +77,12 @@ def _attempt(
     mesh = _mesh(program, devices)
     with standing(mesh, program.devices) as there:
         try:
-            return _traced(program, mesh, on), mesh, there.made
+            return _traced(program, mesh, on), mesh, there.meshes
         except Exception:
-            if program.own_mesh or not there.made:
+            if program.own_mesh or not there.meshes:
                 raise
-    made = there.made[0]
-    own = replace(program, mesh=dict(made.shape), axis_types=made.axis_types)
+    first = there.meshes[0]
+    own = replace(program, mesh=dict(first.shape), axis_types=first.axis_types)
     return _attempt(replace(own, own_mesh=True, in_context=False), on, devices)
 
 
@@ -120,7 +120,7 @@ def _explained(error: Exception, program: FunctionCall, on: Slice) -> Exception:
 
 
 def _with_own_mesh(
-    program: FunctionCall, traced: Any, made: Sequence[Mesh], on: Slice
+    program: FunctionCall, traced: Any, meshes: Sequence[Mesh], on: Slice
 ) -> FunctionCall | None:
     """The program over a mesh that the function makes while it is traced; None where it makes none, or the user gave one.
 
@@ -137,11 +137,11 @@ def _with_own_mesh(
             raise OptionError(
                 f"{program.name} uses a mesh of {mesh.size} device{'s' * (mesh.size > 1)} ({axes}) and {on.name} has {on.num_devices}; make it of {on.num_devices}, or forecast it for a slice of {mesh.size}"
             )
-    own = [*made, *(mesh for mesh in used if isinstance(mesh, AbstractMesh))]
+    own = [*meshes, *(mesh for mesh in used if isinstance(mesh, AbstractMesh))]
     if program.own_mesh or not own:
         return None
     axes = dict(own[0].shape)
-    if not made and axes == dict(program.mesh):
+    if not meshes and axes == dict(program.mesh):
         return None
     # The devices are in the order of that mesh then, and it is no mesh of JAX's context.
     return replace(
@@ -151,20 +151,20 @@ def _with_own_mesh(
 
 def meshes_used(jaxpr: Any) -> list[Any]:
     """Meshes of the ``shard_map`` calls and sharding constraints of a jaxpr, each once, in their order."""
-    found: dict[Any, None] = {}
+    meshes: dict[Any, None] = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "shard_map":
-            found[equation.params["mesh"]] = None
+            meshes[equation.params["mesh"]] = None
             continue  # those inside are parts of it
         where = equation.params.get("sharding")
         if isinstance(where, NamedSharding) and not where.mesh.empty:
-            found[where.mesh] = None
+            meshes[where.mesh] = None
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 part = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
                 if isinstance(part, Jaxpr):
-                    found |= dict.fromkeys(meshes_used(part))
-    return list(found)
+                    meshes |= dict.fromkeys(meshes_used(part))
+    return list(meshes)
 
 
 def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
@@ -217,7 +217,10 @@ def _check_single(function: Any, on: Slice) -> None:
     """Raises OptionError for a function that is jitted for one device, of a slice of several."""
     if not _has_in_shardings(function) or on.num_devices == 1:
         return
-    if any(isinstance(one, SingleDeviceSharding) for one in function._jit_info.in_shardings_leaves):
+    if any(
+        isinstance(sharding, SingleDeviceSharding)
+        for sharding in function._jit_info.in_shardings_leaves
+    ):
         raise OptionError(
             f"{name_of(function)} is jitted for a single device and {on.name} has {on.num_devices}; give in_shardings over a mesh of {on.num_devices}, or forecast it for one device"
         )
@@ -302,11 +305,13 @@ def _filtered(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
     def call(first: Any, rest: Any) -> Any:
         others, named = equinox.combine(rest, static_rest)
-        made = function.__wrapped__(*equinox.combine(first, static_first), *others, **named)
-        return equinox.filter(made, equinox.is_array)
+        outputs = function.__wrapped__(*equinox.combine(first, static_first), *others, **named)
+        return equinox.filter(outputs, equinox.is_array)
 
     call.__name__ = call.__qualname__ = name_of(function)
-    donated = [n for n, given in enumerate((function.donate_first, function.donate_rest)) if given]
+    donated = [
+        n for n, donates in enumerate((function.donate_first, function.donate_rest)) if donates
+    ]
     return jax.jit(call, donate_argnums=donated).trace(first, rest)
 
 
@@ -359,15 +364,15 @@ def _along_torus(program: FunctionCall, devices: Sequence[Any]) -> np.ndarray:
     order = [keys[key] for key in program.devices] or range(len(devices))
     axes = _swapped(program, order) or tuple(range(len(program.mesh)))
     names = list(program.mesh)
-    made = {names[axis]: program.mesh[names[axis]] for axis in axes}
-    grid = place(tuple(made.values()), _across(made, slices_of(devices)), devices)
+    ordered = {names[axis]: program.mesh[names[axis]] for axis in axes}
+    grid = place(tuple(ordered.values()), _across(ordered, slices_of(devices)), devices)
     return grid.transpose(np.argsort(axes))
 
 
 def _array(devices: Sequence[Any]) -> np.ndarray:
-    found = np.empty(len(devices), dtype=object)
-    found[:] = devices
-    return found
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return array
 
 
 def _order_notes(program: FunctionCall, devices: Sequence[Any]) -> list[str]:

@@ -47,9 +47,9 @@ def devices(on: Slice) -> list[Any]:
     import jax
 
     if on.platform == "gpu":
-        found = [device for device in _gpus() if by_device_kind(device.device_kind) == on.chip]
-        if len(found) >= on.num_devices:
-            return found[: on.num_devices]
+        cards = [device for device in _gpus() if by_device_kind(device.device_kind) == on.chip]
+        if len(cards) >= on.num_devices:
+            return cards[: on.num_devices]
     return jax.devices("cpu")[: on.num_devices]
 
 
@@ -76,11 +76,11 @@ def refuse_to_save(on: Slice) -> NoReturn:
     )
 
 
-def built_for(on: Slice, found: list[Any]) -> Built:
+def built_for(on: Slice, targets: list[Any]) -> Built:
     """Kind of hardware that a program for these devices is compiled for."""
     if on.platform == "tpu":
         return Built.topology
-    return Built.host if found[0].platform == on.platform else Built.stand_in
+    return Built.host if targets[0].platform == on.platform else Built.stand_in
 
 
 def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
@@ -201,17 +201,19 @@ def _gpus() -> list[Any]:
         return []
 
 
-def child_variables(given: Mapping[str, str], on: Slice, flags: tuple[str, ...]) -> dict[str, str]:
+def child_variables(
+    environ: Mapping[str, str], on: Slice, flags: tuple[str, ...]
+) -> dict[str, str]:
     """Environment variables of the compiling process of a CPU or GPU slice, beyond the common ones."""
     count = f"--xla_force_host_platform_device_count={min(on.num_devices, MOST_DEVICES)}"
-    made = {"XLA_FLAGS": sound_flags(" ".join((*flags, count)))}
+    variables = {"XLA_FLAGS": sound_flags(" ".join((*flags, count)))}
     if on.platform == "gpu":
-        made["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU may be in use
-        made["JAX_PLATFORMS"] = given.get("JAX_PLATFORMS", "") if _cards() else "cpu"
-    return made
+        variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU may be in use
+        variables["JAX_PLATFORMS"] = environ.get("JAX_PLATFORMS", "") if _cards() else "cpu"
+    return variables
 
 
 def _cards() -> list[str]:
     """Device files of GPUs: one per NVIDIA GPU, one for all of AMD's."""
-    found = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-    return [*found, *(["/dev/kfd"] if Path("/dev/kfd").exists() else [])]
+    nvidia = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [*nvidia, *(["/dev/kfd"] if Path("/dev/kfd").exists() else [])]

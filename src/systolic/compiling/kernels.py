@@ -57,12 +57,12 @@ def counted(text: str) -> str:
     """
     known: dict[str, str | None] = {}
 
-    def beside(found: re.Match[str]) -> str:
-        body = found[3]
+    def beside(body_match: re.Match[str]) -> str:
+        body = body_match[3]
         if body not in known:
             known[body] = _count(body)
         more = known[body]
-        return found[0] if more is None else f"{found[1]}{_KNOWN}{more},{found[2]}"
+        return body_match[0] if more is None else f"{body_match[1]}{_KNOWN}{more},{body_match[2]}"
 
     return text if _KNOWN in text else _BODY.sub(beside, text)
 
@@ -98,10 +98,10 @@ def _count(body: str) -> str | None:
             if kernel is None:
                 return None
             if kernel.dynamic:
-                made = {"windows": kernel.blocks(), "parallel": kernel.parallel}
+                counts = {"windows": kernel.blocks(), "parallel": kernel.parallel}
             else:
-                made = kernel.count()
-            return json.dumps(made, separators=(",", ":"))
+                counts = kernel.count()
+            return json.dumps(counts, separators=(",", ":"))
     except (ir.MLIRError, ValueError):
         return None  # written by a version whose code this one can't read
 
@@ -164,8 +164,8 @@ class _KernelFunction:
         """Block sizes of operands and results, from the grid's windows."""
         if "window_params" not in self.entry.attributes:
             return []
-        bounds = [_BOUNDS.search(str(one)) for one in self.entry.attributes["window_params"]]
-        return [[int(n) for n in found[1].split(",")] for found in bounds if found]
+        bounds = [_BOUNDS.search(str(window)) for window in self.entry.attributes["window_params"]]
+        return [[int(n) for n in match[1].split(",")] for match in bounds if match]
 
     @property
     def steps(self) -> int:
@@ -288,12 +288,12 @@ class _KernelFunction:
         for window, argument in zip(
             self.entry.attributes["window_params"], arguments, strict=False
         ):
-            found = re.search(r"transform_indices = @(\w+)", str(window))
+            transform = re.search(r"transform_indices = @(\w+)", str(window))
             space = _SPACE.search(str(argument.type))
-            if found is None or space is None or space[1] != "vmem":
+            if transform is None or space is None or space[1] != "vmem":
                 moved.append(0.0)
                 continue
-            axes = self.axes_of_transform(self.functions.get(found[1]))
+            axes = self.axes_of_transform(self.functions.get(transform[1]))
             times = math.prod(self.grid[: max(axes, default=-1) + 1])
             moved.append(_bytes(argument.type) * times)
         return moved
@@ -303,29 +303,29 @@ class _KernelFunction:
         if transform is None:
             return set()
         block = transform.regions[0].blocks[0]
-        given = {argument: n for n, argument in enumerate(block.arguments)}
-        found: set[int] = set()
+        axes = {argument: n for n, argument in enumerate(block.arguments)}
+        sources: set[int] = set()
         for result in list(block.operations)[-1].operation.operands:
-            found |= self.sources(result, given)
-        return {axis for axis in found if axis < len(self.grid)}
+            sources |= self.sources(result, axes)
+        return {axis for axis in sources if axis < len(self.grid)}
 
     def share(self, condition: Any) -> float | None:
         """Share of the grid's steps in which a condition holds; None where it depends on data."""
-        given = list(self.entry.regions[0].blocks[0].arguments)[: len(self.grid)]
-        axes = sorted(self.sources(condition, {argument: n for n, argument in enumerate(given)}))
+        indices = list(self.entry.regions[0].blocks[0].arguments)[: len(self.grid)]
+        axes = sorted(self.sources(condition, {argument: n for n, argument in enumerate(indices)}))
         if math.prod(self.grid[axis] for axis in axes) > _MOST_STEPS:
             return None
         held = number = 0
         for step in itertools.product(*(range(self.grid[axis]) for axis in axes)):
-            self.given({given[axis]: at for axis, at in zip(axes, step, strict=True)})
-            found = self.value(condition)
-            if found is None:
+            self.given({indices[axis]: at for axis, at in zip(axes, step, strict=True)})
+            holds = self.value(condition)
+            if holds is None:
                 break
-            held, number = held + bool(found), number + 1
+            held, number = held + bool(holds), number + 1
         else:
-            found = 0
-        self.forget([given[axis] for axis in axes])
-        return None if found is None or not number else held / number
+            holds = 0
+        self.forget([indices[axis] for axis in axes])
+        return None if holds is None or not number else held / number
 
     def given(self, values: Mapping[Any, int | None]) -> None:
         """Sets values of the body."""
@@ -354,8 +354,8 @@ class _KernelFunction:
         name = _short(operation)
         if name == "constant":
             text = str(operation.attributes["value"])
-            found = re.match(r"-?\d+\b(?!\.)", text)
-            return {"true": 1, "false": 0}.get(text, int(found[0]) if found else None)
+            match = re.match(r"-?\d+\b(?!\.)", text)
+            return {"true": 1, "false": 0}.get(text, int(match[0]) if match else None)
         if name == "if":
             taken = self.value(operation.operands[0])
             if taken is None or len(operation.regions) < 2:
@@ -379,25 +379,25 @@ class _KernelFunction:
             self.makers[of] = None if isinstance(owner, ir.Block) else owner.operation
         return self.makers[of]
 
-    def sources(self, of: Any, given: Mapping[Any, int]) -> set[int]:
-        """Members of ``given`` that a value is computed from."""
-        found: set[int] = set()
+    def sources(self, of: Any, members: Mapping[Any, int]) -> set[int]:
+        """Members of ``members`` that a value is computed from."""
+        origins: set[int] = set()
         seen, todo = set(), [of]
         while todo:
             at = todo.pop()
             if at in seen:
                 continue
             seen.add(at)
-            if at in given:
-                found.add(given[at])
+            if at in members:
+                origins.add(members[at])
             elif (operation := self.maker(at)) is not None:
                 todo.extend(operation.operands)
-        return found
+        return origins
 
 
 def _integer(attribute: Any) -> int:
-    found = re.match(r"-?\d+", str(attribute))
-    return int(found[0]) if found else 0
+    match = re.match(r"-?\d+", str(attribute))
+    return int(match[0]) if match else 0
 
 
 def _arrays(operation: Any) -> list[Any]:
@@ -463,13 +463,13 @@ def _vector(operation: Any) -> float:
     types = [operation.results[0].type] if len(operation.results) else []
     if "reduction" in name:
         types = [operation.operands[0].type]
-    elements = [math.prod(one.shape) for one in types if str(one).startswith("vector")]
+    elements = [math.prod(kind.shape) for kind in types if str(kind).startswith("vector")]
     return float(max(elements, default=0)) * _WEIGHTS.get(name, 1)
 
 
 def _bytes(array: Any) -> float:
-    found = re.search(r"x?([a-z]+)(\d+)(?:\b|$)", str(array.element_type))
-    bits = int(found[2]) if found else 32
+    match = re.search(r"x?([a-z]+)(\d+)(?:\b|$)", str(array.element_type))
+    bits = int(match[2]) if match else 32
     if any(n == _DYNAMIC or n < 0 for n in array.shape):
         return 0.0
     return math.prod(array.shape) * bits / 8

@@ -40,8 +40,8 @@ class Compiled:
     @cached_property
     def report(self) -> Mapping[str, Any]:
         """Versions, seconds, memory, places of the devices, and ``program``, the facts."""
-        made = read_json(self.folder / REPORT)
-        return made if self.facts is None else {**made, "program": dict(self.facts)}
+        content = read_json(self.folder / REPORT)
+        return content if self.facts is None else {**content, "program": dict(self.facts)}
 
     @property
     def hlo(self) -> str:
@@ -201,19 +201,19 @@ def _damaged(path: Path, error: Exception) -> RunError:
 
 
 def _buffers(text: str) -> list[Buffer]:
-    found = []
+    buffers = []
     for part in re.split(r"^\s*\d+\. ", text, flags=re.MULTILINE)[1:]:
         size = re.match(r"Size: ([\d.]+)([KMGT]?)", part)
         if size is None:
             continue
         labels = {name: _search(pattern, part) for name, pattern in _LABELS.items()}
-        found.append(Buffer(bytes=_bytes(size[1], size[2]), **labels))
-    return sorted(found, key=lambda b: -b.bytes)
+        buffers.append(Buffer(bytes=_bytes(size[1], size[2]), **labels))
+    return sorted(buffers, key=lambda b: -b.bytes)
 
 
 def _search(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return ":".join(group for group in found.groups() if group).strip() if found else ""
+    match = pattern.search(text)
+    return ":".join(group for group in match.groups() if group).strip() if match else ""
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -84,11 +84,11 @@ def packed(value: Any, name: str) -> SentValue:
     """
     import cloudpickle
 
-    found = _References()
+    references = _References()
     kind = _pickler()
     buffer = io.BytesIO()
     try:
-        kind(buffer, found).dump(value)
+        kind(buffer, references).dump(value)
     except SystolicError:
         raise
     except Exception as error:
@@ -97,13 +97,13 @@ def packed(value: Any, name: str) -> SentValue:
             f"{name} refers to something that cannot be sent to the process that compiles ({reason}); make it inside the function, or leave it out"
         ) from error
     finally:
-        for module in found.by_value:
+        for module in references.by_value:
             cloudpickle.unregister_pickle_by_value(module)
     return SentValue(
         content=buffer.getvalue(),
-        meshes=tuple(found.meshes),
-        array_bytes=found.array_bytes,
-        maps_devices=found.maps_devices,
+        meshes=tuple(references.meshes),
+        array_bytes=references.array_bytes,
+        maps_devices=references.maps_devices,
     )
 
 
@@ -141,25 +141,25 @@ def _pickler() -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def __init__(self, file: Any, found: _References) -> None:
+        def __init__(self, file: Any, references: _References) -> None:
             super().__init__(file)
-            self.found = found
+            self.references = references
 
         def reducer_override(self, obj: Any) -> Any:
-            if (made := _of_jax(obj, self.found)) is not None:
-                return made
+            if (reduced := _of_jax(obj, self.references)) is not None:
+                return reduced
             if isinstance(obj, type):
-                self.found.check_module(obj.__module__)
+                self.references.check_module(obj.__module__)
                 return _with_registration(obj, super().reducer_override(obj))
-            if (made := _of_standard(obj)) is not None:
-                return made
+            if (reduced := _of_standard(obj)) is not None:
+                return reduced
             if isinstance(obj, types.CodeType):
                 # cloudpickle leaves out the file, by which costs and errors name their source.
                 return restored.code, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
             if isinstance(obj, types.FunctionType):
-                self.found.check_module(obj.__module__)
-                if (made := _of_library(obj)) is not None:
-                    return made
+                self.references.check_module(obj.__module__)
+                if (reduced := _of_library(obj)) is not None:
+                    return reduced
             return super().reducer_override(obj)
 
     return Pickler
@@ -179,7 +179,7 @@ def _of_standard(obj: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _of_jax(obj: Any, found: _References) -> tuple[Any, ...] | None:
+def _of_jax(obj: Any, references: _References) -> tuple[Any, ...] | None:
     """Maker and arguments of an object of JAX; None for others."""
     jax = sys.modules.get("jax")
     if jax is None or isinstance(
@@ -187,42 +187,42 @@ def _of_jax(obj: Any, found: _References) -> tuple[Any, ...] | None:
     ):  # a method has the attributes of its function
         return None
     sharding = jax.sharding
-    made = None
+    reduced = None
     match obj:
         case sharding.Mesh():
             names, keys = tuple(obj.axis_names), tuple(map(restored.key_of, obj.devices.flat))
             axes = dict(zip(names, obj.devices.shape, strict=True))
-            found.note(MeshFound(axes=axes, axis_types=tuple(obj.axis_types), devices=keys))
-            made = restored.mesh, (axes, tuple(obj.axis_types), keys)
+            references.note(MeshFound(axes=axes, axis_types=tuple(obj.axis_types), devices=keys))
+            reduced = restored.mesh, (axes, tuple(obj.axis_types), keys)
         case sharding.AbstractMesh():
             axes = dict(zip(obj.axis_names, obj.axis_sizes, strict=True))
-            found.note(MeshFound(axes=axes, axis_types=tuple(obj.axis_types), devices=None))
-            made = restored.abstract_mesh, (axes, tuple(obj.axis_types))
+            references.note(MeshFound(axes=axes, axis_types=tuple(obj.axis_types), devices=None))
+            reduced = restored.abstract_mesh, (axes, tuple(obj.axis_types))
         case jax.Device():
-            made = restored.device, (restored.key_of(obj),)
+            reduced = restored.device, (restored.key_of(obj),)
         case sharding.NamedSharding():
-            made = restored.named_sharding, (obj.mesh, obj.spec, _memory_of(obj))
+            reduced = restored.named_sharding, (obj.mesh, obj.spec, _memory_of(obj))
         case sharding.SingleDeviceSharding():
             (device,) = obj.device_set
-            made = restored.single_device, (device, _memory_of(obj))
+            reduced = restored.single_device, (device, _memory_of(obj))
         case jax.custom_vjp():
-            made = restored.bare, (type(obj),), dict(vars(obj))
+            reduced = restored.bare, (type(obj),), dict(vars(obj))
         case types.FunctionType() if restored.is_pmapped(obj):
-            found.maps_devices = True
-            made = restored.pmapped, (obj.__wrapped__, restored.pmap_options(obj))
+            references.maps_devices = True
+            reduced = restored.pmapped, (obj.__wrapped__, restored.pmap_options(obj))
         case jax.stages.Lowered() | jax.stages.Compiled() | jax.stages.Traced():
             raise restored.made_here(obj)
         case jax.stages.Wrapped():
             info = vars(obj).get("_jit_info")
             if info is not None:
-                made = restored.jitted, (obj.__wrapped__, _options(info))
+                reduced = restored.jitted, (obj.__wrapped__, _options(info))
         case _ if type(obj).__name__ == "Exported" and type(obj).__module__.startswith("jax."):
-            made = restored.exported, (bytes(obj.serialize()),)
+            reduced = restored.exported, (bytes(obj.serialize()),)
         case jax.Array():
-            found.array_bytes += obj.size * obj.dtype.itemsize
+            references.array_bytes += obj.size * obj.dtype.itemsize
         case _ if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray":
-            found.array_bytes += obj.nbytes
-    return made
+            references.array_bytes += obj.nbytes
+    return reduced
 
 
 def _memory_of(sharding: Any) -> str | None:
@@ -283,10 +283,10 @@ def _of_library(function: types.FunctionType) -> tuple[Any, ...] | None:
 
 def _importable(obj: Any) -> bool:
     """Whether an object is what its module and qualified name say."""
-    found: Any = sys.modules.get(obj.__module__ or "")
+    named: Any = sys.modules.get(obj.__module__ or "")
     for part in obj.__qualname__.split("."):
-        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    return found is obj
+        named = vars(named).get(part) if isinstance(named, types.ModuleType | type) else None
+    return named is obj
 
 
 def _with_registration(obj: type, reduced: Any) -> Any:
@@ -334,7 +334,7 @@ def _holds_devices(value: Any, module: types.ModuleType, depth: int = _DEPTH) ->
         inside = [value.__wrapped__, *(info.in_shardings_leaves if info else ())]
     elif type(value).__module__ == module.__name__ and type(value).__dictoffset__:
         inside = list(vars(value).values())
-    return any(_holds_devices(one, module, depth - 1) for one in inside)
+    return any(_holds_devices(inner, module, depth - 1) for inner in inside)
 
 
 def _filled(cell: types.CellType) -> bool:

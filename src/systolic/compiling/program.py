@@ -43,12 +43,15 @@ class JobProgram:
         if not _known(self.job):
             return None
         try:
-            found = self.job.data.fields()
+            arrays = self.job.data.fields()
         except SystolicError:
             raise
         except Exception:  # an error of the user's data function, which the child reports
             return None
-        batch = {name: [list(one.shape), one.dtype, list(one.axes)] for name, one in found.items()}
+        batch = {
+            name: [list(array.shape), array.dtype, list(array.axes)]
+            for name, array in arrays.items()
+        }
         return {"job": self.job.to_json(), "batch": batch, "verb": self.verb.value}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
@@ -94,7 +97,9 @@ class PagedProgram(PagedCall):
         """The job and the sizes; None where a part is a user's class, whose code is unknown."""
         if not _known(self.job):
             return None
-        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "job"}
+        sizes = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "job"
+        }
         return {"job": self.job.to_json(), "paged": sizes | {"cache": self.cache.value}}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
@@ -135,11 +140,11 @@ def _known(part: Any) -> bool:
     if isinstance(part, functools.partial):
         return _known(part.func) and _known(part.args) and _known(part.keywords)
     if isinstance(part, Mapping):
-        return all(_known(one) for one in part.values())
+        return all(_known(inner) for inner in part.values())
     if isinstance(part, list | tuple):
-        return all(_known(one) for one in part)
+        return all(_known(inner) for inner in part)
     if is_dataclass(part):
-        return all(_known(getattr(part, one.name)) for one in fields(part))
+        return all(_known(getattr(part, inner.name)) for inner in fields(part))
     return True
 
 

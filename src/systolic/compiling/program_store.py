@@ -131,26 +131,28 @@ def surroundings(steps: StepFunctions) -> dict[str, Any]:
 def _device(devices: Sequence[Any], steps: StepFunctions) -> dict[str, Any]:
     first, target = devices[0], steps.target
     cpu = first.platform == "cpu"
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "platform": target.platform,
         "runtime": first.client.platform_version,
-        "kind": model_name() if cpu else ", ".join(sorted({one.device_kind for one in devices})),
+        "kind": model_name()
+        if cpu
+        else ", ".join(sorted({device.device_kind for device in devices})),
         "number": len(devices),
-        "ids": [one.id for one in devices],
+        "ids": [device.id for device in devices],
         "processes": jax.process_count(),
         "mesh": {str(name): int(size) for name, size in target.mesh.shape.items()},
     }
     if cpu:
-        found |= {"cores": num_cpus(), "features": cpu_features()}
+        facts |= {"cores": num_cpus(), "features": cpu_features()}
     if first.platform == "tpu":
-        found["places"] = [place(one) for one in devices]
-    return found
+        facts["places"] = [place(device) for device in devices]
+    return facts
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of the libraries that trace and compile, as this process has them loaded."""
-    made = {
+    installed = {
         "jax": jax.__version__,
         "flax": flax.__version__,
         "numpy": np.__version__,
@@ -158,10 +160,10 @@ def versions() -> dict[str, str]:
     }
     for name in COMPILERS:
         try:
-            made[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return made
+    return installed
 
 
 @functools.cache
@@ -171,7 +173,7 @@ def sources(root: Path = Path(__file__).parents[1]) -> Mapping[str, str]:
     Raises:
         RunError: a file changed after this process imported the package: what runs may be an earlier version of it.
     """
-    found = {}
+    digests = {}
     for package in SOURCES:
         total = hashlib.sha256()
         for path in sorted((root / package).rglob("*.py")):
@@ -181,8 +183,8 @@ def sources(root: Path = Path(__file__).parents[1]) -> Mapping[str, str]:
                 )
             content = path.read_bytes()
             total.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-        found[package] = total.hexdigest()[:16]
-    return found
+        digests[package] = total.hexdigest()[:16]
+    return digests
 
 
 def plain(value: Any) -> Any:
@@ -199,16 +201,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return {"path": str(value)}
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple) and kind.__module__ == "builtins":
-        return [plain(one) for one in value]
+        return [plain(part) for part in value]
     if isinstance(value, set | frozenset):
-        return sorted((plain(one) for one in value), key=digest)
+        return sorted((plain(part) for part in value), key=digest)
     if kind.__module__.startswith("systolic."):
         if isinstance(value, enum.Enum):
             return f"{kind.__name__}.{value.name}"
         if dataclasses.is_dataclass(value):
-            parts = {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+            parts = {
+                part.name: plain(getattr(value, part.name)) for part in dataclasses.fields(value)
+            }
             return {"type": kind.__qualname__, **parts}
     raise ForeignCodeError(
         f"the job holds a {kind.__module__}.{kind.__qualname__}, code that is not of this package; its programs are compiled at each start"
@@ -221,7 +225,7 @@ def _without_paths(part: Any) -> Any:
         return (
             "a path" if set(part) == {"path"} else {k: _without_paths(v) for k, v in part.items()}
         )
-    return [_without_paths(one) for one in part] if isinstance(part, list) else part
+    return [_without_paths(inner) for inner in part] if isinstance(part, list) else part
 
 
 def arguments_of(arrays: Any) -> dict[str, Any]:
@@ -314,10 +318,10 @@ class EntryCheck:
     @property
     def line(self) -> str:
         """For a terminal."""
-        told = f"{self.state.value:<7}  {self.program}"
+        heading = f"{self.state.value:<7}  {self.program}"
         more = f" (and {len(self.differs) - 1} more)" if len(self.differs) > 1 else ""
         said = self.reason or (f"{self.differs[0]}{more}" if self.differs else "")
-        return f"{told}: {said}" if said else told
+        return f"{heading}: {said}" if said else heading
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``hit`` beside the state."""
@@ -398,20 +402,24 @@ class ProgramStore:
         sizes = {name: str(value) for name, value in spec.sizes.items()}
         if not spec.arguments:
             sizes["outputs"] = arguments_of(spec.outputs)["digest"]
-        given = [self._described(one) for one in spec.arguments]
-        return {"program": spec.name, "sizes": sizes, "arguments": given, **self._around}
+        arguments = [self._described(argument) for argument in spec.arguments]
+        return {"program": spec.name, "sizes": sizes, "arguments": arguments, **self._around}
 
     def keep(self, spec: ProgramSpec, compiled: Any) -> None:
         """Writes a compiled program to the disk, where that is possible."""
         if self._around is None or not self._keeps:
             return
         try:
-            content, given, made = serialize_executable.serialize(compiled)
+            content, in_tree, out_tree = serialize_executable.serialize(compiled)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             self._say(f"{spec.name} can't be kept ({str(error).splitlines()[0]})")
             return
-        outputs = made.unflatten([0] * made.num_leaves) if spec.outputs is None else spec.outputs
-        if given != jax.tree.structure((spec.arguments, {})) or made != jax.tree.structure(outputs):
+        outputs = (
+            out_tree.unflatten([0] * out_tree.num_leaves) if spec.outputs is None else spec.outputs
+        )
+        if in_tree != jax.tree.structure((spec.arguments, {})) or out_tree != jax.tree.structure(
+            outputs
+        ):
             self._say(f"{spec.name} can't be kept: its arguments have another structure")
             return
         names = sorted(outputs) if spec.outputs is None else []
@@ -433,9 +441,9 @@ class ProgramStore:
         if folder is not None:
             with suppress(OSError, ValueError):
                 return json.loads((folder / FACTS).read_bytes())
-        made = make()
-        self._put(wanted, {FACTS: canonical(made)})
-        return made
+        learned = make()
+        self._put(wanted, {FACTS: canonical(learned)})
+        return learned
 
     def read(self, spec: ProgramSpec) -> ReadyProgram | None:
         """The program from the disk; None where it is not there, or can't be loaded."""
@@ -516,13 +524,13 @@ class ProgramStore:
 
     def tidy(self, most_bytes: int = MOST_BYTES) -> None:
         """Removes the entries that were not used for longest until all of them take at most ``most_bytes``."""
-        found = []
+        kept = []
         for folder in entries(self.root):
             with suppress(OSError):
-                held = sum(one.stat().st_size for one in folder.iterdir())
-                found.append((folder.stat().st_mtime, held, folder))
-        total = sum(held for _, held, _ in found)
-        for _, held, folder in sorted(found):
+                held = sum(file.stat().st_size for file in folder.iterdir())
+                kept.append((folder.stat().st_mtime, held, folder))
+        total = sum(held for _, held, _ in kept)
+        for _, held, folder in sorted(kept):
             if total <= most_bytes:
                 return
             shutil.rmtree(folder, ignore_errors=True)
@@ -532,43 +540,43 @@ class ProgramStore:
     def check(self, spec: ProgramSpec) -> EntryCheck:
         """Whether the program is on the disk, or how the most similar entry differs; nothing is compiled."""
         if self._around is None:
-            told = "; ".join(self._told) or "programs are not kept"
-            return EntryCheck(program=spec.name, state=EntryState.refused, reason=told)
+            refusals = "; ".join(self._told) or "programs are not kept"
+            return EntryCheck(program=spec.name, state=EntryState.refused, reason=refusals)
         wanted = self.fingerprint(spec)
         _, state, reason = self._entry(wanted)
         if state is not EntryState.absent:
             return EntryCheck(program=spec.name, state=state, reason=reason)
         flat = flattened(wanted)
-        found = [differences(flat, flattened(other)) for other in self._kept(spec.name)]
-        if not found:
+        differing = [differences(flat, flattened(other)) for other in self._kept(spec.name)]
+        if not differing:
             return EntryCheck(program=spec.name, state=state)
-        best = tuple(min(found, key=len))
+        best = tuple(min(differing, key=len))
         return EntryCheck(program=spec.name, state=EntryState.differs, differs=best)
 
     def _kept(self, name: str) -> list[dict[str, Any]]:
         """Fingerprints of the entries of programs of that name."""
-        found = []
+        fingerprints = []
         for folder in entries(self.root):
             with suppress(OSError, ValueError):
-                one = json.loads((folder / FINGERPRINT).read_bytes())
-                if isinstance(one, dict) and one.get("program") == name:
-                    found.append(one)
-        return found
+                fingerprint = json.loads((folder / FINGERPRINT).read_bytes())
+                if isinstance(fingerprint, dict) and fingerprint.get("program") == name:
+                    fingerprints.append(fingerprint)
+        return fingerprints
 
 
 def made_ready(
     store: ProgramStore | None, spec: ProgramSpec, lower: Callable[[], Any]
 ) -> ReadyProgram:
     """A program from the store, or else traced by ``lower``, compiled and kept there."""
-    found = None if store is None else store.read(spec)
-    if found is not None:
-        return found
-    begin, found = perf_counter(), _FOUND.count
+    kept = None if store is None else store.read(spec)
+    if kept is not None:
+        return kept
+    begin, from_cache = perf_counter(), _FOUND.count
     lowered = lower()
     traced = perf_counter()
     compiled = lowered.compile()
     seconds = {"trace": traced - begin, "compile": perf_counter() - traced}
-    if store is not None and found == _FOUND.count:
+    if store is not None and from_cache == _FOUND.count:
         begin = perf_counter()
         store.keep(spec, compiled)
         seconds["keep"] = perf_counter() - begin
@@ -599,21 +607,21 @@ jax.monitoring.register_event_listener(_event)
 
 def entries(root: Path) -> list[Path]:
     """Folders of all entries under a root."""
-    return [one for one in root.glob("[0-9a-f][0-9a-f]/*") if one.is_dir()]
+    return [folder for folder in root.glob("[0-9a-f][0-9a-f]/*") if folder.is_dir()]
 
 
 def flattened(value: Any, name: str = "") -> dict[str, str]:
     """Parts of a fingerprint by dotted names."""
     if isinstance(value, Mapping):
         pairs = value.items()
-    elif isinstance(value, list) and any(isinstance(one, Mapping | list) for one in value):
+    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
         pairs = enumerate(value)
     else:
         return {name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)}
     return {
         path: text
-        for part, one in pairs
-        for path, text in flattened(one, f"{name}.{part}" if name else str(part)).items()
+        for part, inner in pairs
+        for path, text in flattened(inner, f"{name}.{part}" if name else str(part)).items()
     }
 
 

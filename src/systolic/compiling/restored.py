@@ -23,7 +23,7 @@ class Standing:
     """The mesh of the program, whose order all other meshes follow."""
     ranks: Mapping[Key, int]
     """Devices of the process that asked to places in the program's mesh."""
-    made: list[Any] = field(default_factory=list)
+    meshes: list[Any] = field(default_factory=list)
     """Meshes of all devices that the function made while it was traced."""
 
     @property
@@ -102,7 +102,7 @@ def mesh(axes: Mapping[str, int], axis_types: tuple[Any, ...], keys: Sequence[Ke
     if size_of(axes.values()) == len(keys):
         placed = _array([device(key) for key in keys])
     elif set(axes) == set(there.axes):
-        placed = there.mesh.devices.transpose([there.mesh.axis_names.index(one) for one in axes])
+        placed = there.mesh.devices.transpose([there.mesh.axis_names.index(axis) for axis in axes])
     else:
         placed = there.mesh.devices
     return Mesh(placed.reshape(tuple(axes.values())), tuple(axes), axis_types=axis_types)
@@ -201,9 +201,9 @@ def library_function(code: Any, module: str, name: str, closure: tuple[Any, ...]
 
 def fill_function(function: Any, state: Mapping[str, Any]) -> None:
     """Fills the closure and attributes of a :func:`library_function`."""
-    for cell, given in zip(function.__closure__ or (), state["closure"], strict=True):
+    for cell, filled in zip(function.__closure__ or (), state["closure"], strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
-            cell.cell_contents = given.cell_contents
+            cell.cell_contents = filled.cell_contents
     vars(function).update(state["attributes"])
     for name, value in state["slots"].items():
         setattr(function, name, value)
@@ -276,7 +276,11 @@ def fill_class(kind: type, state: tuple[Any, Any, tuple[str, Any, Any] | None]) 
 def _init_fields(kind: type) -> list[str]:
     from dataclasses import fields, is_dataclass
 
-    return [one.name for one in fields(kind) if one.init] if is_dataclass(kind) else []
+    return (
+        [attribute.name for attribute in fields(kind) if attribute.init]
+        if is_dataclass(kind)
+        else []
+    )
 
 
 # ---- pmap
@@ -347,8 +351,8 @@ def pmapped(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """A ``jax.pmap`` over the devices of the slice."""
     import jax
 
-    given = options["devices"]
-    devices = _there().devices if given is None else given
+    chosen = options["devices"]
+    devices = _there().devices if chosen is None else chosen
     placed: dict[str, Any] = {**options, "devices": devices, "backend": None}
     return jax.pmap(function, **placed)
 
@@ -415,7 +419,7 @@ def _counts(flat: list[Any]) -> dict[str, Callable[..., Any]]:
     import jax
 
     platform, own_local = flat[0].platform, jax.local_devices
-    local = [one for one in flat if one.process_index == flat[0].process_index]
+    local = [peer for peer in flat if peer.process_index == flat[0].process_index]
 
     def answer(own: Any, value: Callable[[], Any]) -> Any:
         @functools.wraps(own)
@@ -428,7 +432,7 @@ def _counts(flat: list[Any]) -> dict[str, Callable[..., Any]]:
         if backend not in (None, platform):
             return own_local(process_index, backend, host_id)
         host = host_id if process_index is None else process_index
-        return local if host is None else [one for one in flat if one.process_index == host]
+        return local if host is None else [peer for peer in flat if peer.process_index == host]
 
     return {
         "devices": answer(jax.devices, lambda: list(flat)),
@@ -446,15 +450,15 @@ def _placing(there: Standing) -> dict[str, Callable[..., Any]]:
     flat, own_make, own_pmap = there.devices, jax.make_mesh, jax.pmap
 
     def make_mesh(axis_shapes: Any, axis_names: Any, *more: Any, **options: Any) -> Any:
-        given = options.get("devices")
-        if given is not None and list(given) != flat:
+        chosen = options.get("devices")
+        if chosen is not None and list(chosen) != flat:
             return own_make(axis_shapes, axis_names, *more, **options)
-        made = own_make(axis_shapes, axis_names, *more, **{**options, "devices": flat})
-        placed = _array(flat[: made.devices.size]).reshape(made.devices.shape)
-        made = jax.sharding.Mesh(placed, made.axis_names, axis_types=made.axis_types)
-        if made.devices.size == len(flat):
-            there.made.append(made)
-        return made
+        own = own_make(axis_shapes, axis_names, *more, **{**options, "devices": flat})
+        placed = _array(flat[: own.devices.size]).reshape(own.devices.shape)
+        whole = jax.sharding.Mesh(placed, own.axis_names, axis_types=own.axis_types)
+        if whole.devices.size == len(flat):
+            there.meshes.append(whole)
+        return whole
 
     def pmap(function: Any, *more: Any, devices: Any = None, **options: Any) -> Any:
         return own_pmap(function, *more, devices=flat if devices is None else devices, **options)

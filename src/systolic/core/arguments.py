@@ -44,7 +44,7 @@ class Alternative:
     """Beside a parameter's type, ``Annotated[X, Alternative(Y, x_of)]``: another that Python may give, and what makes the parameter's of it."""
 
     kind: type
-    made: Callable[[Any], Any]
+    make: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,9 @@ def _signature(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, 
     plain = inspect.unwrap(function)
     where = plain.__globals__ if inspect.isfunction(plain) else {}
     for name, hint in plain.__annotations__.items():
-        one = SimpleNamespace(__annotations__={name: hint})
+        annotated = SimpleNamespace(__annotations__={name: hint})
         try:
-            hints |= typing.get_type_hints(one, where, include_extras=True)
+            hints |= typing.get_type_hints(annotated, where, include_extras=True)
         except NameError:
             continue
     parameters = inspect.signature(function).parameters
@@ -178,26 +178,26 @@ def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
         OptionError: it is of none; ``name`` is what the message calls it.
     """
     kinds, extras = _kinds(hint)
-    for one in extras:
-        if isinstance(one, Alternative) and isinstance(value, one.kind):
-            return one.made(value)
+    for extra in extras:
+        if isinstance(extra, Alternative) and isinstance(value, extra.kind):
+            return extra.make(value)
     words = [_takes(kind) for kind in kinds]
     if not all(words) or any(_is(value, kind) for kind in kinds):
         return value
-    told = next((one.text for one in extras if isinstance(one, Wording)), "")
+    wording = next((extra.text for extra in extras if isinstance(extra, Wording)), "")
     for kind in kinds:
-        with contextlib.suppress(OptionError) if told else contextlib.nullcontext():
-            if (made := _made(name, value, kind)) is not NO_VALUE:
-                return made
-        if (made := _record(name, value, kind, default)) is not NO_VALUE:
-            return made
+        with contextlib.suppress(OptionError) if wording else contextlib.nullcontext():
+            if (converted := _made(name, value, kind)) is not NO_VALUE:
+                return converted
+        if (converted := _record(name, value, kind, default)) is not NO_VALUE:
+            return converted
     near = ""
     if isinstance(value, str):
         near = nearest(value, [known for kind in kinds for known in _members(kind)])
-    given = reprlib.repr(value).replace("\n", " ")
+    shown = reprlib.repr(value).replace("\n", " ")
     if inspect.isfunction(value):
-        given = f"the function {value.__name__}, not what it returns"
-    raise OptionError(f"{name} is {given}{near}; it takes {told or _alternatives(kinds, words)}")
+        shown = f"the function {value.__name__}, not what it returns"
+    raise OptionError(f"{name} is {shown}{near}; it takes {wording or _alternatives(kinds, words)}")
 
 
 def _alternatives(kinds: Iterable[Any], words: Iterable[str]) -> str:
@@ -207,8 +207,8 @@ def _alternatives(kinds: Iterable[Any], words: Iterable[str]) -> str:
     same = [kind for kind in lists if set(map(_takes, _inner(kind))) == set(alone)]
     if _SCALARS[Path] in alone:
         alone.pop(_SCALARS[str], None)
-    told = [*alone, *(_takes(kind) for kind in lists if kind not in same)]
-    return " or ".join(told) + (", or a list of these" if same else "")
+    choices = [*alone, *(_takes(kind) for kind in lists if kind not in same)]
+    return " or ".join(choices) + (", or a list of these" if same else "")
 
 
 def _kinds(hint: Any) -> tuple[list[Any], list[Any]]:
@@ -229,13 +229,13 @@ def _is(value: Any, kind: Any) -> bool:
         return value in typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
-        return isinstance(value, tuple) and all(_is(one, inner) for one in value)
+        return isinstance(value, tuple) and all(_is(part, inner) for part in value)
     if typing.get_origin(kind) in _LISTS:
         inner = _inner(kind)
         plain = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
         if not inner or not isinstance(value, Sequence):
             return plain
-        return plain and all(any(_is(one, each) for each in inner) for one in value)
+        return plain and all(any(_is(part, each) for each in inner) for part in value)
     if typing.get_origin(kind) is Mapping:
         return isinstance(value, Mapping)
     if typing.get_origin(kind) is Callable:
@@ -252,10 +252,10 @@ def _made(name: str, value: Any, kind: Any) -> Any:
     """The value that a type makes of another; ``NO_VALUE`` where it takes none such."""
     if typing.get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         words = shlex.split(value.replace(",", " ")) if isinstance(value, str) else value
-        return tuple(argument(name, one, typing.get_args(kind)[0]) for one in words)
+        return tuple(argument(name, word, typing.get_args(kind)[0]) for word in words)
     if typing.get_origin(kind) in _LISTS and isinstance(value, str | list | tuple) and _inner(kind):
         words = [value] if isinstance(value, str) else value
-        return [argument(name, one, typing.get_args(kind)[0]) for one in words]
+        return [argument(name, word, typing.get_args(kind)[0]) for word in words]
     if kind is Path and isinstance(value, str | os.PathLike):
         return Path(value)
     if isinstance(value, bool) or not isinstance(value, str | numbers.Real | enum.Enum):
@@ -282,7 +282,7 @@ def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
     if not isinstance(kind, type) or not is_dataclass(kind):
         return NO_VALUE
     hints = typing.get_type_hints(kind, include_extras=True)
-    known = [one.name for one in fields(kind) if one.init]
+    known = [known_field.name for known_field in fields(kind) if known_field.init]
     if isinstance(value, str) and any(map(_members, _kinds(hints.get("kind"))[0])):
         value = {"kind": value}
     if not isinstance(value, Mapping):
@@ -291,15 +291,17 @@ def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
         base = default if isinstance(default, kind) else kind()
     except TypeError:  # it has fields without a default
         return NO_VALUE
-    made = {}
-    for given, one in value.items():
-        field = str(given).replace("-", "_")
+    changed = {}
+    for key, setting in value.items():
+        field = str(key).replace("-", "_")
         if field not in known:
             raise OptionError(
-                f"{name} has {given!r}{nearest(field, known)}; its fields are {', '.join(map(dashed, known))}"
+                f"{name} has {key!r}{nearest(field, known)}; its fields are {', '.join(map(dashed, known))}"
             )
-        made[field] = argument(f"{name}.{dashed(field)}", one, hints[field], getattr(base, field))
-    return replace(base, **made)
+        changed[field] = argument(
+            f"{name}.{dashed(field)}", setting, hints[field], getattr(base, field)
+        )
+    return replace(base, **changed)
 
 
 def _inner(kind: Any) -> list[Any]:
@@ -311,7 +313,7 @@ def _inner(kind: Any) -> list[Any]:
 def _members(kind: Any) -> dict[str, Any]:
     """Members of an enum by their text; {} of another type."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return {str(one.value): one for one in kind}
+        return {str(choice.value): choice for choice in kind}
     return {}
 
 
@@ -351,7 +353,7 @@ def member(kind: type[Member], value: Member | str, option: str) -> Member:
     Raises:
         OptionError: a word that is none of its values.
     """
-    names = [one.value for one in kind]
+    names = [choice.value for choice in kind]
     if isinstance(value, str) and value not in names:
         raise OptionError(
             f"{option} is {value!r}{nearest(value, names)}; it takes {', '.join(names)}"

@@ -64,36 +64,36 @@ def lock(extras: Iterable[str], packages: Iterable[str]) -> PackageLock:
     seen: dict[str, set[str]] = {}
     waiting = [Requirement(f"{PACKAGE}[{','.join(extras)}]"), *map(Requirement, packages)]
     while waiting:
-        asked = waiting.pop()
-        name = canonicalize_name(asked.name)
-        new = asked.extras - seen.get(name, set())
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        new = requirement.extras - seen.get(name, set())
         if name in seen and not new:
             continue
-        seen.setdefault(name, set()).update(asked.extras)
+        seen.setdefault(name, set()).update(requirement.extras)
         try:
-            found = importlib.metadata.distribution(name)
+            package = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             if name == PACKAGE:
                 raise RunError(
                     f"{PACKAGE} is not installed in this environment, so its requirements are unknown; install it with pip"
                 ) from None
-            asked.marker = None
-            loose[str(asked)] = None
+            requirement.marker = None
+            loose[str(requirement)] = None
             continue
         if name != PACKAGE:
-            pins[name] = found.version
-        waiting += _wanted(found, seen[name])
+            pins[name] = package.version
+        waiting += _wanted(package, seen[name])
     return PackageLock(pins=dict(sorted(pins.items())), loose=tuple(sorted(loose)))
 
 
-def _wanted(found: importlib.metadata.Distribution, extras: set[str]) -> list[Requirement]:
+def _wanted(package: importlib.metadata.Distribution, extras: set[str]) -> list[Requirement]:
     """Requirements of a package that apply in the image."""
-    made = [Requirement(text) for text in found.requires or ()]
+    requirements = [Requirement(text) for text in package.requires or ()]
     return [
-        one
-        for one in made
-        if one.marker is None
-        or any(one.marker.evaluate({**IMAGE, "extra": extra}) for extra in extras | {""})
+        requirement
+        for requirement in requirements
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({**IMAGE, "extra": extra}) for extra in extras | {""})
     ]
 
 
@@ -128,15 +128,15 @@ def write_wheel(folder: Path) -> Path:
     record = f"{info}/RECORD"
     rows = [f"{name},{_digest(raw)},{len(raw)}" for name, raw in contents.items()]
     contents[record] = "\n".join([*rows, f"{record},,", ""]).encode()
-    made = folder / f"{stem}-{TAG}.whl"
+    wheel = folder / f"{stem}-{TAG}.whl"
     raw_wheel = io.BytesIO()
     with zipfile.ZipFile(raw_wheel, "w", zipfile.ZIP_DEFLATED) as out:
         for name, raw in contents.items():
             entry = zipfile.ZipInfo(name, EPOCH)
             entry.external_attr = 0o644 << 16
             out.writestr(entry, raw, zipfile.ZIP_DEFLATED)
-    write_atomically(made, raw_wheel.getvalue())
-    return made
+    write_atomically(wheel, raw_wheel.getvalue())
+    return wheel
 
 
 def _digest(raw: bytes) -> str:

@@ -50,7 +50,7 @@ def refuse_pointer(file: Path) -> None:
 def nearest_file(path: Path) -> str:
     """``"; did you mean data/train.jsonl?"`` for a path that is not there: the file or folder beside it that has the nearest name, else ``""``."""
     try:
-        names = {one.name.lower(): one for one in path.parent.iterdir()}
+        names = {sibling.name.lower(): sibling for sibling in path.parent.iterdir()}
     except OSError:
         return ""
     typed, digits = path.name.lower(), re.compile(r"\d+")

@@ -55,8 +55,8 @@ def end_with(parent: int) -> None:
 def set_up_xla() -> None:
     """Writes to the environment what XLA reads once a process, before JAX looks for devices."""
     _quiet_libtpu()
-    given = os.environ.get("XLA_FLAGS", "")
-    if (flags := sound_flags(given)) != given:
+    flags_before = os.environ.get("XLA_FLAGS", "")
+    if (flags := sound_flags(flags_before)) != flags_before:
         os.environ["XLA_FLAGS"] = flags
 
 
@@ -77,7 +77,7 @@ def _quiet_libtpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def sound_flags(given: str) -> str:
+def sound_flags(flags: str) -> str:
     """``XLA_FLAGS`` that leave products and convolutions to YNNPACK one by one, where a jaxlib fuses what is around them wrongly."""
     from importlib.metadata import version
 
@@ -85,9 +85,9 @@ def sound_flags(given: str) -> str:
         r"\d+(\.\d+)*", version("jaxlib")
     )  # what follows says which candidate or build
     installed = tuple(map(int, numbers[0].split("."))) if numbers else ()
-    if _FUSIONS in given or not _UNSOUND[0] <= installed <= _UNSOUND[1]:
-        return given
-    return f"{given} {_FUSIONS}=dot,individual_dot,individual_convolution".strip()
+    if _FUSIONS in flags or not _UNSOUND[0] <= installed <= _UNSOUND[1]:
+        return flags
+    return f"{flags} {_FUSIONS}=dot,individual_dot,individual_convolution".strip()
 
 
 def trim() -> None:

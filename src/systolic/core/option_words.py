@@ -37,31 +37,31 @@ def option_words(
     """
     parameters = inspect.signature(function).parameters
     defaults = flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
-    given = flat(values)
+    options = flat(values)
     for name, value in (settings or {}).items():
-        given[name.replace("-", "_")] = value
+        options[name.replace("-", "_")] = value
         if name == "batch":
-            given.pop("batch_per_device", None)
-    found: list[str] = []
-    for name, value in given.items():
+            options.pop("batch_per_device", None)
+    words: list[str] = []
+    for name, value in options.items():
         if dashed(name) in without:
             continue
         is_typed = not {dashed(name), negated(name)}.isdisjoint(typed)
         if is_typed or name not in defaults or _words(value) != _words(defaults[name]):
-            found += _option(name, value)
-    return found
+            words += _option(name, value)
+    return words
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted name: the fields of a dataclass each on their own."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
             inner = {field.name: getattr(value, field.name) for field in fields(value)}
-            found |= flat(inner, f"{prefix}{name}.")
+            flattened |= flat(inner, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flattened[f"{prefix}{name}"] = value
+    return flattened
 
 
 def _option(name: str, value: Any) -> list[str]:
@@ -152,8 +152,8 @@ def nearest_option(option: str, names: Collection[str]) -> str:
     close = difflib.get_close_matches(word, list(typed), n=1, cutoff=0.7)
     # Other programs write more words: --vocab-size, --batch-size.
     starts = [short for short in typed if word.startswith(f"{short}-")]
-    found = close[0] if close else max(starts, key=len, default=None)
-    return "" if found is None else f"; did you mean {typed[found]}?"
+    near = close[0] if close else max(starts, key=len, default=None)
+    return "" if near is None else f"; did you mean {typed[near]}?"
 
 
 def _initials(name: str) -> str:

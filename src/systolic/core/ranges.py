@@ -110,15 +110,15 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeErro
     """
     # A search makes a hundred thousand layouts, nearly all of them valid.
     for name, choice in choices_of(type(record)).items():
-        given = getattr(record, name)
-        if type(given) is choice.kind and not choice.several:
+        held = getattr(record, name)
+        if type(held) is choice.kind and not choice.several:
             continue
         try:
-            made = choice.member(_option(f"{prefix}.{name}" if prefix else name), given)
-        except OptionError as told:
-            raise (told if error is OutOfRangeError else error(str(told))) from told
-        if made is not given:
-            object.__setattr__(record, name, made)  # the record is frozen, and not made yet
+            member = choice.member(_option(f"{prefix}.{name}" if prefix else name), held)
+        except OptionError as invalid:
+            raise (invalid if error is OutOfRangeError else error(str(invalid))) from invalid
+        if member is not held:
+            object.__setattr__(record, name, member)  # the record is frozen, and not made yet
     for name, ranged in ranges_of(type(record)).items():
         value = getattr(record, name)
         if complaint(name, ranged, value) is not None:
@@ -136,9 +136,9 @@ def check_arguments(
     """
     for name, ranged in ranges_of(function).items():
         if name in values:
-            told = complaint(spell(name), ranged, values[name])
-            if told is not None:
-                raise OutOfRangeError(told)
+            invalid = complaint(spell(name), ranged, values[name])
+            if invalid is not None:
+                raise OutOfRangeError(invalid)
 
 
 class EnumChoice(typing.NamedTuple):
@@ -157,8 +157,8 @@ class EnumChoice(typing.NamedTuple):
             OptionError: there is no such member; ``name`` is what the message calls the option.
         """
         if self.several and not isinstance(value, str):
-            found = tuple(self._member(name, one) for one in value)
-            return value if found == value else found
+            members = tuple(self._member(name, part) for part in value)
+            return value if members == value else members
         if self.several:
             return (self._member(name, value),)
         return None if value is None and self.optional else self._member(name, value)
@@ -166,21 +166,21 @@ class EnumChoice(typing.NamedTuple):
     def _member(self, name: str, value: Any) -> enum.Enum:
         if isinstance(value, self.kind):
             return value
-        known = {str(one.value): one for one in self.kind}
+        known = {str(choice.value): choice for choice in self.kind}
         plain = str(value.value if isinstance(value, enum.Enum) else value)
-        found = known.get(plain) or known.get(plain.lower().replace("_", "-"))
-        if found is None or isinstance(value, bool):
+        named = known.get(plain) or known.get(plain.lower().replace("_", "-"))
+        if named is None or isinstance(value, bool):
             near = nearest(value, known) if isinstance(value, str) else ""
             raise OptionError(f"{name} is {value!r}{near}; it takes {', '.join(known)}")
-        return found
+        return named
 
 
 @lru_cache
 def choices_of(annotated: Any) -> Mapping[str, EnumChoice]:
     """Name to choice of the fields of a class or the parameters of a function that take members of an enum."""
     hints = typing.get_type_hints(annotated)
-    found = {name: _choice(hint) for name, hint in hints.items() if name != "return"}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    choices = {name: _choice(hint) for name, hint in hints.items() if name != "return"}
+    return {name: choice for name, choice in choices.items() if choice is not None}
 
 
 def _choice(hint: Any) -> EnumChoice | None:
@@ -198,17 +198,19 @@ def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
     """Describes in one line why a value is invalid; ``None`` if it is valid."""
     if value is None and ranged.optional:
         return None
-    for one in value if ranged.several else (value,):
-        if isinstance(one, bool) or not isinstance(one, int | float):
-            return f"{name} is {one!r}; it takes {'a whole number' if ranged.whole else 'a number'}"
-        if ranged.whole and not isinstance(one, int):
-            return f"{name} is {one!r}; it takes a whole number"
-        if not math.isfinite(one):
-            return f"{name} is {one}, not a finite number; it must be {ranged.range}"
-        if one not in ranged.range:
-            return f"{name} is {one}; it must be {ranged.range}"
-        if ranged.whole and one > LARGEST_INT:
-            return f"{name} is {one}; it must be at most {LARGEST_INT}"
+    for number in value if ranged.several else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return (
+                f"{name} is {number!r}; it takes {'a whole number' if ranged.whole else 'a number'}"
+            )
+        if ranged.whole and not isinstance(number, int):
+            return f"{name} is {number!r}; it takes a whole number"
+        if not math.isfinite(number):
+            return f"{name} is {number}, not a finite number; it must be {ranged.range}"
+        if number not in ranged.range:
+            return f"{name} is {number}; it must be {ranged.range}"
+        if ranged.whole and number > LARGEST_INT:
+            return f"{name} is {number}; it must be at most {LARGEST_INT}"
     return None
 
 
@@ -216,16 +218,16 @@ def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
 def ranges_of(annotated: Any) -> Mapping[str, Ranged]:
     """Name to range of the fields of a class or the parameters of a function that have one."""
     hints = typing.get_type_hints(annotated, include_extras=True)
-    found = {name: ranged(hint) for name, hint in hints.items()}
-    return {name: limit for name, limit in found.items() if limit is not None}
+    limits = {name: ranged(hint) for name, hint in hints.items()}
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def ranged(hint: Any) -> Ranged | None:
     """Range of a hint, beside the type or, as in ``Annotated[float, POSITIVE] | None``, beside an alternative."""
     if typing.get_origin(hint) is not typing.Annotated:
         parts = _alternatives(hint)
-        found = next(filter(None, map(ranged, parts)), None) if len(parts) > 1 else None
-        return found and found._replace(optional=found.optional or NoneType in parts)
+        limit = next(filter(None, map(ranged, parts)), None) if len(parts) > 1 else None
+        return limit and limit._replace(optional=limit.optional or NoneType in parts)
     inner, *extras = typing.get_args(hint)
     for extra in extras:
         if isinstance(extra, Range):
@@ -262,7 +264,7 @@ class Needs:
     """The option to set, as it is typed."""
     lacking: str
     """Why the field has no effect, for the message."""
-    given: Callable[[Any], Any]
+    holds: Callable[[Any], Any]
     """Whether the field has an effect, from the record that has it."""
 
 
@@ -278,7 +280,7 @@ def check_needs(record: Any, prefix: str) -> None:
     """
     for name, needs in _needs(type(record)).items():
         for need in needs:
-            if need.given(record):
+            if need.holds(record):
                 continue
             for option, value in _changed(record, name):
                 raise OptionError(
@@ -289,22 +291,22 @@ def check_needs(record: Any, prefix: str) -> None:
 @lru_cache
 def _needs(kind: type) -> dict[str, list[Needs]]:
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = {
+    needs_of = {
         name: [extra for extra in typing.get_args(hint)[1:] if isinstance(extra, Needs)]
         for name, hint in hints.items()
         if typing.get_origin(hint) is typing.Annotated
     }
-    return {name: needs for name, needs in found.items() if needs}
+    return {name: needs for name, needs in needs_of.items() if needs}
 
 
 def _changed(record: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The field, or the fields of the record that it holds, that are not at their default, with their values."""
-    field = next(one for one in fields(record) if one.name == name)
+    field = next(declared for declared in fields(record) if declared.name == name)
     value = getattr(record, name)
     default = field.default if field.default is not MISSING else None
     if is_dataclass(value) and not isinstance(value, type):
         for inner in fields(value):
-            for option, one in _changed(value, inner.name):
-                yield f"{name}.{option}", one
+            for option, inner_value in _changed(value, inner.name):
+                yield f"{name}.{option}", inner_value
     elif value != default:
         yield name, value.value if isinstance(value, enum.Enum) else value

@@ -25,9 +25,9 @@ ROOM_BYTES = 1 << 20
 
 def cache_home() -> Path:
     """``$SYSTOLIC_CACHE``, or ``systolic`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
-    given = os.environ.get("SYSTOLIC_CACHE")
-    if given:
-        return Path(given)
+    folder = os.environ.get("SYSTOLIC_CACHE")
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "systolic"
 
 
@@ -43,8 +43,8 @@ class Store:
 
     def get(self, digest: str) -> Path | None:
         """The entry's folder; ``None`` if it is absent or its files have changed."""
-        found = self.path(digest)
-        return found if _whole(found) else None
+        folder = self.path(digest)
+        return folder if _whole(folder) else None
 
     @contextmanager
     def scratch(self) -> Generator[Path]:
@@ -55,21 +55,21 @@ class Store:
         Raises:
             RunError: the store's disk is not writable.
         """
-        made = self.root / f"{_SCRATCH}{secrets.token_hex(8)}"
-        owner = self._locks / made.name
+        folder = self.root / f"{_SCRATCH}{secrets.token_hex(8)}"
+        owner = self._locks / folder.name
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
             self._sweep()
             # Locked before the folder is there: a folder whose lock is free has lost its owner.
             held = owner.open("w")
             fcntl.flock(held, fcntl.LOCK_EX)
-            made.mkdir()
+            folder.mkdir()
         except OSError as error:
             raise unwritable(self.root, error) from error
         try:
-            yield made
+            yield folder
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             owner.unlink(missing_ok=True)
             held.close()
 

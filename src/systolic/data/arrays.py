@@ -44,12 +44,14 @@ class LazyArrays:
         """
         with self._lock:
             if self._splits is None:
-                made: Any = self._make()
-                if not isinstance(made, Mapping):
+                splits: Any = self._make()
+                if not isinstance(splits, Mapping):
                     raise DataError(
-                        f"{self} returned {_kind(made)}; return {{split: {{name: array}}}}, such as {{'train': {{'x': x, 'label': y}}, 'validation': …}}"
+                        f"{self} returned {_kind(splits)}; return {{split: {{name: array}}}}, such as {{'train': {{'x': x, 'label': y}}, 'validation': …}}"
                     )
-                self._splits = {_split(name): _checked(name, one) for name, one in made.items()}
+                self._splits = {
+                    _split(name): _checked(name, arrays) for name, arrays in splits.items()
+                }
             return self._splits
 
     def __str__(self) -> str:
@@ -104,8 +106,8 @@ class Arrays(Data):
         Raises:
             DataError: no array, or arrays of different lengths in a split.
         """
-        given = {"train": train, "validation": validation, "test": test}
-        splits = {name: arrays for name, arrays in given.items() if arrays is not None}
+        named = {"train": train, "validation": validation, "test": test}
+        splits = {name: arrays for name, arrays in named.items() if arrays is not None}
         held = LazyArrays(lambda: splits)
         held.splits()
         return cls(held=held, declared=fields or {}, names=names, columns=_columns(columns))
@@ -173,8 +175,8 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}{shape}"
 
 
-def _columns(given: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(map(str, columns)) for name, columns in (given or {}).items()}
+def _columns(by_name: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(map(str, columns)) for name, columns in (by_name or {}).items()}
 
 
 def _split(name: str) -> Split:

@@ -88,9 +88,9 @@ class DeviceBatches:
         if self._ended:
             raise StopIteration
         self.start()
-        asked = time.perf_counter()
+        start = time.perf_counter()
         item = self._ready.get()
-        self.waited_seconds += time.perf_counter() - asked
+        self.waited_seconds += time.perf_counter() - start
         if item.error is not None:
             self._ended = True
             raise item.error
@@ -155,9 +155,9 @@ class DeviceBatches:
         if (jax.process_count() > 1 or share.count > 1) and any(
             len(array) != share.block_rows for array in arrays.values()
         ):
-            told = ", ".join(str(len(array)) for array in arrays.values())
+            counts = ", ".join(str(len(array)) for array in arrays.values())
             raise DataError(
-                f"the data returned {told} examples of {name}, but each of the {share.count} blocks of a batch of {share.rows} has {share.block_rows}; return as many in every process"
+                f"the data returned {counts} examples of {name}, but each of the {share.count} blocks of a batch of {share.rows} has {share.block_rows}; return as many in every process"
             )
 
         def shard(index: Index | None) -> np.ndarray:

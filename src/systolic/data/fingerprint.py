@@ -84,8 +84,8 @@ def of_arrays(where: str, arrays: "Mapping[str, np.ndarray]") -> Contents | None
 
 def contents_of(data: Data) -> dict[str, Contents]:
     """Split to fingerprint of its data, for the splits with data of their own."""
-    found = {split.value: data.contents(split) for split in Split}
-    return {name: contents for name, contents in found.items() if contents is not None}
+    by_split = {split.value: data.contents(split) for split in Split}
+    return {name: contents for name, contents in by_split.items() if contents is not None}
 
 
 def shared(files: Iterable[Path], others: Iterable[Path]) -> list[Path]:
@@ -95,23 +95,23 @@ def shared(files: Iterable[Path], others: Iterable[Path]) -> list[Path]:
         DataError: one of them cannot be read.
     """
     try:
-        by_size, found = _by_size(others), []
+        by_size, copies = _by_size(others), []
         for size, own in _by_size(files).items():
             known = {_whole(file) for file in by_size.get(size, ())}
-            found += [file for file in own if known and _whole(file) in known]
+            copies += [file for file in own if known and _whole(file) in known]
     except OSError as error:
         raise DataError(
             f"{error.filename} can't be read ({error.strerror}); check the path"
         ) from error
-    return found
+    return copies
 
 
 def _by_size(files: Iterable[Path]) -> dict[int, list[Path]]:
-    found: dict[int, list[Path]] = {}
+    by_size: dict[int, list[Path]] = {}
     for file in files:
         if size := file.stat().st_size:
-            found.setdefault(size, []).append(file)
-    return found
+            by_size.setdefault(size, []).append(file)
+    return by_size
 
 
 def _whole(file: Path) -> str:

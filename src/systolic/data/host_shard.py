@@ -210,11 +210,11 @@ def _saved(states: Sequence[bytes]) -> tuple[int, dict[int, bytes]]:
             return 1, {0: states[0]}
         # From versions in which every process read one block of its own.
         return len(states), dict(enumerate(states))
-    found: dict[int, bytes] = {}
+    positions: dict[int, bytes] = {}
     count = 0
     for state in several:
         plain = json.loads(state.removeprefix(_SEVERAL))
         count = plain["count"]
         for block, coded in plain["states"].items():
-            found[int(block)] = base64.b64decode(coded)
-    return count, found
+            positions[int(block)] = base64.b64decode(coded)
+    return count, positions

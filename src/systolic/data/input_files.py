@@ -1,15 +1,23 @@
 """Inputs from files for a model that takes arrays by name; it brings no data of its own.
 
 New examples for models of arrays, from CSV, TSV, JSONL, .npz and .npy: rows whose columns are checked against the fields that the model reads.
+
+Damaged files that reading skipped: counted and named, each once.
+
+Threads note them here. A worker process sends them beside its batch, since it shares no memory with
+the training process.
 """
 
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import nearest_file
@@ -56,10 +64,10 @@ class InputFiles(Data):
 
     def load(self, path: Path) -> dict[str, Any]:
         """The one example of a file; raises as :meth:`examples`."""
-        found = list(self.examples(path))
-        if len(found) != 1:
-            raise DataError(f"{path} has {len(found)} examples; give a file with one")
-        return found[0]
+        examples = list(self.examples(path))
+        if len(examples) != 1:
+            raise DataError(f"{path} has {len(examples)} examples; give a file with one")
+        return examples[0]
 
     def examples(self, path: Path) -> "Iterator[dict[str, np.ndarray]]":
         """Examples of a ``.npz`` file, or of a ``.npy`` file where there is one input.
@@ -69,21 +77,22 @@ class InputFiles(Data):
             DataError: it is no file of numpy's, or an input is missing, unknown, or of another shape or kind.
         """
         arrays = self._arrays(path)
-        count = next((len(one) for name, one in arrays.items() if name not in self.repeated), 0)
+        count = next((len(array) for name, array in arrays.items() if name not in self.repeated), 0)
         if count % self.together:
             raise DataError(
                 f"{path} has {count} examples, and the model's outputs for one depend on the others of its batch of {self.together}; give a multiple of {self.together}, or import the model again with another example batch"
             )
         for number in range(count):
             yield {
-                name: one if name in self.repeated else one[number] for name, one in arrays.items()
+                name: array if name in self.repeated else array[number]
+                for name, array in arrays.items()
             }
 
     def _arrays(self, path: Path) -> "dict[str, np.ndarray]":
         import numpy as np
 
         try:
-            found = np.load(path, allow_pickle=False)
+            loaded = np.load(path, allow_pickle=False)
         except FileNotFoundError as error:
             raise NotFoundError(
                 f"{path} is not a file{nearest_file(path)}; check the path"
@@ -92,21 +101,21 @@ class InputFiles(Data):
             raise DataError(
                 f"{path} is no .npz file of arrays; write it with numpy.savez"
             ) from error
-        if isinstance(found, np.ndarray):
-            given = dict(zip(self.inputs, [found], strict=False))
+        if isinstance(loaded, np.ndarray):
+            named = dict(zip(self.inputs, [loaded], strict=False))
         else:
-            with found:
-                given = {name: one for name, one in found.items() if name not in self.unread}
+            with loaded:
+                named = {name: array for name, array in loaded.items() if name not in self.unread}
         unknown, missing = (
-            sorted(set(given) - set(self.inputs)),
-            sorted(set(self.inputs) - set(given)),
+            sorted(set(named) - set(self.inputs)),
+            sorted(set(self.inputs) - set(named)),
         )
         if unknown or missing:
             raise DataError(
-                f"{path} has the arrays {', '.join(sorted(given)) or 'none'}, and the model takes {self._wanted()}; name them so with numpy.savez"
+                f"{path} has the arrays {', '.join(sorted(named)) or 'none'}, and the model takes {self._wanted()}; name them so with numpy.savez"
             )
-        arrays = {name: self._checked(path, name, given[name]) for name in self.inputs}
-        if len({len(one) for name, one in arrays.items() if name not in self.repeated}) > 1:
+        arrays = {name: self._checked(path, name, named[name]) for name in self.inputs}
+        if len({len(array) for name, array in arrays.items() if name not in self.repeated}) > 1:
             raise DataError(
                 f"the arrays of {path} differ in their first dim; it is the number of examples"
             )
@@ -129,11 +138,11 @@ class InputFiles(Data):
         return array.astype(field.dtype)
 
     def _wanted(self) -> str:
-        def one(name: str, field: Field) -> str:
+        def described(name: str, field: Field) -> str:
             batch = [] if name in self.repeated else ["examples"]
             return f"{name} {field.dtype}[{', '.join(map(str, [*batch, *field.shape]))}]"
 
-        return ", ".join(one(name, field) for name, field in self.inputs.items())
+        return ", ".join(described(name, field) for name, field in self.inputs.items())
 
 
 LINES = (".jsonl", ".ndjson")
@@ -214,7 +223,7 @@ class TableInputs:
         """
         plan = {name: self._named(name, field, header) for name, field in self.fields.items()}
         taken = {column for columns in plan.values() for column in columns or ()}
-        rest = [one for one in header if one not in taken and one not in self.unread]
+        rest = [name for name in header if name not in taken and name not in self.unread]
         lacking = [name for name, columns in plan.items() if columns is None]
         declared = self.columns or {}
         if len(lacking) == 1 and lacking[0] not in declared:
@@ -224,10 +233,10 @@ class TableInputs:
                 lacking = []
         if lacking:
             names = declared.get(lacking[0])
-            missing = [one for one in names or () if one not in header]
-            told = f"it lacks {_few(missing)}" if missing else self._cure(lacking[0])
+            missing = [name for name in names or () if name not in header]
+            cure = f"it lacks {_few(missing)}" if missing else self._cure(lacking[0])
             raise DataError(
-                f"{place} has {len(header)} columns ({_few(header)}), and the model takes {self.wanted()}; {told}"
+                f"{place} has {len(header)} columns ({_few(header)}), and the model takes {self.wanted()}; {cure}"
             )
         return {name: columns for name, columns in plan.items() if columns is not None}
 
@@ -290,18 +299,18 @@ def _array(place: str, name: str, value: Any, field: Field) -> "np.ndarray":
     import numpy as np
 
     try:
-        found = np.asarray(value, np.float64)
+        numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{place}: {name} holds no numbers; give {field.dtype}{list(field.shape)}") from error  # fmt: skip
-    if found.size != math.prod(field.shape):
+    if numbers.size != math.prod(field.shape):
         raise DataError(
-            f"{place}: {name} has the shape {list(found.shape)}, and the model takes {field.dtype}{list(field.shape)}"
+            f"{place}: {name} has the shape {list(numbers.shape)}, and the model takes {field.dtype}{list(field.shape)}"
         )
-    made = found.reshape(field.shape)
+    shaped = numbers.reshape(field.shape)
     kind = np.dtype(field.dtype).kind
-    if kind in "iu" and not np.array_equal(made, np.round(made)):
+    if kind in "iu" and not np.array_equal(shaped, np.round(shaped)):
         raise DataError(f"{place}: {name} is no whole number, and the model takes {field.dtype}")
-    return made.astype(field.dtype)
+    return shaped.astype(field.dtype)
 
 
 def _few(names: Sequence[str]) -> str:
@@ -317,15 +326,70 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
     flat = [dict(_flat(row)) for row in rows]
     out = io.StringIO(newline="")
-    made = csv.DictWriter(out, list(flat[0]) if flat else [], delimiter="\t" if path.suffix == ".tsv" else ",")  # fmt: skip
-    made.writeheader()
-    made.writerows(flat)
+    writer = csv.DictWriter(out, list(flat[0]) if flat else [], delimiter="\t" if path.suffix == ".tsv" else ",")  # fmt: skip
+    writer.writeheader()
+    writer.writerows(flat)
     return out.getvalue().encode()
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, list):
-            yield from _flat({f"{name}_{number}": one for number, one in enumerate(value)})
+            yield from _flat(
+                {f"{name}_{number}": component for number, component in enumerate(value)}
+            )
         else:
             yield name, value
+
+
+SIDE = "skipped"
+"""The entry of a batch, on its way from a worker or a thread, that holds messages: uint8[bytes] of JSON."""
+
+
+class Skipped:
+    """Messages about files, oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[str, None] = {}
+        self._taken = 0
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Adds messages; a repeated one counts once."""
+        with self._lock:
+            self._lines.update(dict.fromkeys(lines))
+
+    def take(self) -> list[str]:
+        """Messages since the last call."""
+        with self._lock:
+            lines = list(self._lines)[self._taken :]
+            self._taken = len(self._lines)
+        return lines
+
+    @property
+    def count(self) -> int:
+        """Number of files so far."""
+        return len(self._lines)
+
+    def clear(self) -> None:
+        """Forgets all messages, for another session of the same process."""
+        with self._lock:
+            self._lines.clear()
+            self._taken = 0
+
+
+FILES = Skipped()
+"""Skipped files of this process."""
+
+
+def pack(lines: Iterable[str]) -> np.ndarray:
+    """Encodes messages as the :data:`SIDE` entry of a batch."""
+    return np.frombuffer(json.dumps(list(lines)).encode(), np.uint8)
+
+
+def unload(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Removes the :data:`SIDE` entry of a batch and notes its messages."""
+    if SIDE not in batch:
+        return dict(batch)
+    FILES.note(json.loads(batch[SIDE].tobytes()))
+    return {name: array for name, array in batch.items() if name != SIDE}

@@ -39,9 +39,10 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
     record: dict[str, Any] = {
         "data": type(data).__name__,
         "fields": {
-            name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in fields.items()
+            name: {"shape": list(field.shape), "dtype": field.dtype}
+            for name, field in fields.items()
         },
-        "splits": {one.value: _counts(data, one) for one in Split},
+        "splits": {part.value: _counts(data, part) for part in Split},
         "split": split.value,
         "examples": len(next(iter(sample.values()))),
         "labels": list(data.labels()),
@@ -105,9 +106,9 @@ def _counts(data: Data, split: Split) -> dict[str, Any]:
 
 
 def _labels(labels: np.ndarray, names: tuple[str, ...]) -> dict[str, int]:
-    found = Counter(labels.tolist())
-    counts = {name: found.pop(number, 0) for number, name in enumerate(names)}
-    return counts | {str(number): count for number, count in sorted(found.items())}
+    tally = Counter(labels.tolist())
+    counts = {name: tally.pop(number, 0) for number, name in enumerate(names)}
+    return counts | {str(number): count for number, count in sorted(tally.items())}
 
 
 def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, *, turns: bool) -> dict[str, Any]:
@@ -143,7 +144,10 @@ def _row(
     for segment in range(1, int(row["segments"].max()) + 1):
         at = np.flatnonzero(row["segments"] == segment)
         targets = row["targets"][at]
-        ids = [*row["tokens"][at].tolist(), *(one for one in targets[-1:].tolist() if one >= 0)]
+        ids = [
+            *row["tokens"][at].tolist(),
+            *(number for number in targets[-1:].tolist() if number >= 0),
+        ]
         part = {
             "from": int(at[0]),
             "places": len(at),

@@ -25,7 +25,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, OptionError
 from systolic.core.machine import bounded, end_with
-from systolic.data.skipped_files import SIDE, unload
+from systolic.data.input_files import SIDE, unload
 from systolic.job.data import MASK, Batches, Field, Read
 
 _ROUNDS = 4
@@ -146,7 +146,7 @@ class Table(ABC):
         """The picked examples: name to array [n, *shape]. Called from several threads at once.
 
         It may hold ``mask`` f32[n], 0 for an unreadable example, and the reasons packed by
-        :func:`systolic.data.skipped_files.pack`.
+        :func:`systolic.data.input_files.pack`.
         """
 
 

@@ -88,7 +88,7 @@ def _splits(splits: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _text(text: Mapping[str, Any], rows: int, split: str) -> list[RenderableType]:
     common = "  ".join(
-        f"{_visible(one['token'])} {one['share']:.1%}" for one in text["most_common"]
+        f"{_visible(token['token'])} {token['share']:.1%}" for token in text["most_common"]
     )
     lines = [
         f"tokens: vocabulary {text['vocab_size']:,} ({text['tokenizer']}), {text['distinct_tokens']:,} of them seen, {text['bytes_per_token']:.2f} bytes a token, entropy {text['entropy_bits_per_token']:.2f} bits",

@@ -227,7 +227,7 @@ def _peers(machine: Machine) -> list[Finding]:
 def _gke(machine: Machine) -> list[Finding]:
     rows = []
     if not machine.tpu_chips:
-        kind = machine.told("TPU_ACCELERATOR_TYPE") or "a TPU"
+        kind = machine.platform_variable("TPU_ACCELERATOR_TYPE") or "a TPU"
         rows.append(
             failed(
                 "TPU request",
@@ -235,13 +235,13 @@ def _gke(machine: Machine) -> list[Finding]:
                 "request google.com/tpu in the container's resources.limits, as many as each host of the slice has chips",
             )
         )
-    hosts = [host for host in machine.told("TPU_WORKER_HOSTNAMES").split(",") if host]
-    chips = _chips(machine.told("TPU_TOPOLOGY"))
+    hosts = [host for host in machine.platform_variable("TPU_WORKER_HOSTNAMES").split(",") if host]
+    chips = _chips(machine.platform_variable("TPU_TOPOLOGY"))
     if machine.tpu_chips and len(hosts) <= 1 and chips > machine.tpu_chips:
         text = f"the slice has {chips} chips and this pod sees {machine.tpu_chips}, but TPU_WORKER_HOSTNAMES lists no other hosts"
         fix = "create the pods with a JobSet, or an Indexed Job with a headless service as subdomain: systolic launch --via gke writes one"
         rows.append(failed("slice's hosts", text, fix))
-    some = [name for name in _SLICES if machine.told(name)]
+    some = [name for name in _SLICES if machine.platform_variable(name)]
     if some and len(some) < len(_SLICES):
         missing = ", ".join(name for name in _SLICES if name not in some)
         fix = "use a multi-slice JobSet with the annotation alpha.jobset.sigs.k8s.io/exclusive-topology: systolic launch --via gke writes one"
@@ -266,19 +266,19 @@ def _colab(machine: Machine) -> list[Finding]:
 
 
 def _kaggle(machine: Machine) -> list[Finding]:
-    batch = machine.told("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    batch = machine.platform_variable("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
     kept = "this saved version keeps /kaggle/working" if batch else "only a saved version keeps it"
     return [noted("Kaggle", f"train with --run /kaggle/working/runs/NAME; {kept}")]
 
 
 def _skypilot(machine: Machine) -> list[Finding]:
     rows = []
-    gpus = machine.told("SKYPILOT_NUM_GPUS_PER_NODE")
+    gpus = machine.platform_variable("SKYPILOT_NUM_GPUS_PER_NODE")
     seen = 0 if machine.nvidia is None else machine.nvidia.num_gpus
     if gpus.isdigit() and int(gpus) > seen and not machine.tpu_chips:
         text = f"the task requested {gpus} GPUs per node, but this node shows {seen}"
         rows.append(failed("SkyPilot", text, "run nvidia-smi; then sky down and sky launch again"))
-    if machine.told("SKYPILOT_NUM_NODES") not in ("", "1"):
+    if machine.platform_variable("SKYPILOT_NUM_NODES") not in ("", "1"):
         rows.append(
             noted(
                 "SkyPilot",
@@ -291,13 +291,18 @@ def _skypilot(machine: Machine) -> list[Finding]:
 def _slurm(machine: Machine) -> list[Finding]:
     rows = []
     # sbatch --nodes without --ntasks sets the number of nodes alone.
-    sizes = {"tasks": machine.told("SLURM_NTASKS"), "nodes": machine.told("SLURM_JOB_NUM_NODES")}
+    sizes = {
+        "tasks": machine.platform_variable("SLURM_NTASKS"),
+        "nodes": machine.platform_variable("SLURM_JOB_NUM_NODES"),
+    }
     many = [f"{count} {what}" for what, count in sizes.items() if count not in ("", "1")]
-    in_step = bool(machine.told("SLURM_STEP_NUM_TASKS"))
+    in_step = bool(machine.platform_variable("SLURM_STEP_NUM_TASKS"))
     if many and not in_step:
         text = f"the job has {many[0]}, but this process is no task of a step: it would train alone"
         rows.append(warned("Slurm", text, "start it with srun: srun systolic train ..."))
-    gpus = machine.told("SLURM_JOB_GPUS") or machine.told("SLURM_GPUS_ON_NODE")
+    gpus = machine.platform_variable("SLURM_JOB_GPUS") or machine.platform_variable(
+        "SLURM_GPUS_ON_NODE"
+    )
     if gpus and machine.nvidia is None:
         text = "the job was allocated GPUs, but none is visible here"
         rows.append(
@@ -460,22 +465,22 @@ def lock_file(machine: Machine) -> list[Finding]:
 
 def devices(machine: Machine) -> list[Finding]:
     """Checks that JAX starts and sees the devices of the hardware."""
-    found = machine.measured
-    if found is None or machine.version("jax") is None:
+    measured = machine.measured
+    if measured is None or machine.version("jax") is None:
         return []
-    if isinstance(found, Unmeasured):
-        return [_death(machine, found)]
-    if found.platform == "cpu" and machine.accelerators:
-        return [_fallback(machine, found)]
-    if found.platform == "cpu":
+    if isinstance(measured, Unmeasured):
+        return [_death(machine, measured)]
+    if measured.platform == "cpu" and machine.accelerators:
+        return [_fallback(machine, measured)]
+    if measured.platform == "cpu":
         if machine.place in (MachineKind.colab, MachineKind.kaggle):
             text = "this notebook has no accelerator"
             return [warned("devices", text, "choose a TPU or GPU in the notebook's settings")]
-        shown = f"{found.num_devices} CPU device{'s' if found.num_devices > 1 else ''}"
+        shown = f"{measured.num_devices} CPU device{'s' if measured.num_devices > 1 else ''}"
         return [noted("devices", f"JAX sees {shown}; no TPU or GPU found")]
-    expected = _expected_devices(machine, found)
-    shown = f"{found.num_local_devices} x {found.device_kind}"
-    if expected is not None and found.num_local_devices != expected:
+    expected = _expected_devices(machine, measured)
+    shown = f"{measured.num_local_devices} x {measured.device_kind}"
+    if expected is not None and measured.num_local_devices != expected:
         hidden = [n for n, _ in machine.environment if "VISIBLE" in n or "PROCESS_BOUNDS" in n]
         text = f"JAX sees {shown}, but the machine has {expected}"
         if hidden:
@@ -490,14 +495,14 @@ def devices(machine: Machine) -> list[Finding]:
 
 def rates(machine: Machine) -> list[Finding]:
     """Checks that measured rates are close enough to the peak rates in the catalogue."""
-    found = machine.measured
-    if not isinstance(found, Measured):
+    measured = machine.measured
+    if not isinstance(measured, Measured):
         return []
-    known = by_device_kind(found.device_kind)
+    known = by_device_kind(measured.device_kind)
     rows = [
-        ("bf16 matmul", found.bf16_flops_per_second, "FLOP/s", _peak(known, "bf16")),
-        ("f32 matmul", found.f32_flops_per_second, "FLOP/s", None),
-        ("memory copy", found.copy_bytes_per_second, "B/s", _peak(known, "memory")),
+        ("bf16 matmul", measured.bf16_flops_per_second, "FLOP/s", _peak(known, "bf16")),
+        ("f32 matmul", measured.f32_flops_per_second, "FLOP/s", None),
+        ("memory copy", measured.copy_bytes_per_second, "B/s", _peak(known, "memory")),
     ]
     findings = []
     for name, rate, unit, peak in rows:
@@ -559,44 +564,44 @@ def hugepages(machine: Machine) -> list[Finding]:
     return [warned("huge pages", "transparent huge pages are off: slow start, slow transfers", fix)]
 
 
-def _fallback(machine: Machine, found: Measured) -> Finding:
+def _fallback(machine: Machine, measured: Measured) -> Finding:
     text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, but JAX uses none"
     if forced := forces_cpu(machine):
         return failed("devices", f"{text} ({forced} is set)", f"unset {forced.split('=')[0]}")
-    if found.complaint:
-        text += f" ({found.complaint})"
+    if measured.complaint:
+        text += f" ({measured.complaint})"
     if machine.holders:
         return failed("devices", text, f"stop process {machine.holders[0].pid}, then try again")
     fix = f"pip install -U 'jax[{_extra(machine)}]=={machine.version('jax')}'"
     return failed("devices", text, fix)
 
 
-def _death(machine: Machine, found: Unmeasured) -> Finding:
-    said = f": {found.complaint}" if found.complaint else ""
-    if found.death is Death.timed_out:
-        text = f"JAX did not start and measure within {found.seconds:.0f} s{said}"
+def _death(machine: Machine, unmeasured: Unmeasured) -> Finding:
+    said = f": {unmeasured.complaint}" if unmeasured.complaint else ""
+    if unmeasured.death is Death.timed_out:
+        text = f"JAX did not start and measure within {unmeasured.seconds:.0f} s{said}"
         if machine.holders:
             return failed("devices", text, f"stop process {machine.holders[0].pid}, then try again")
         if machine.tpu_chips:
             fix = "on a multi-host slice, run this on all hosts at once; on a single host: --limit-seconds 600"
             return failed("devices", text, fix)
         return failed("devices", text, "systolic doctor --limit-seconds 600")
-    how = f"was killed by signal {-(found.exit_code or 0)}"
-    if found.death is Death.failed:
-        how = f"exited with code {found.exit_code}"
+    how = f"was killed by signal {-(unmeasured.exit_code or 0)}"
+    if unmeasured.death is Death.failed:
+        how = f"exited with code {unmeasured.exit_code}"
     fix = "fix the error above, then run: python -c 'import jax; print(jax.devices())'"
     return failed("devices", f"JAX {how}{said}", fix)
 
 
-def _expected_devices(machine: Machine, found: Measured) -> int | None:
+def _expected_devices(machine: Machine, measured: Measured) -> int | None:
     """Number of devices expected on this host; ``None`` if unknown."""
-    if found.platform == "tpu" and machine.tpu_chips:
-        known = by_device_kind(found.device_kind)
+    if measured.platform == "tpu" and machine.tpu_chips:
+        known = by_device_kind(measured.device_kind)
         if known is None and machine.tpu_kind is not None:
             known = chip(machine.tpu_kind)
         per_chip = known.devices_per_chip if known is not None else None
         return None if per_chip is None else machine.tpu_chips * per_chip
-    if found.platform in ("gpu", "cuda") and machine.nvidia is not None:
+    if measured.platform in ("gpu", "cuda") and machine.nvidia is not None:
         return machine.nvidia.num_gpus
     return None
 

@@ -64,7 +64,7 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
     nvidia = nvidia_gpus(root)
     paths = tpu_paths(root) if chips else ()
     lock = root / "tmp/libtpu_lockfile"
-    found, unseen = holders(root, [*paths, str(lock)])
+    open_holders, unseen = holders(root, [*paths, str(lock)])
     versions = installed(PACKAGES)
     needs = wanted(dict(versions))
     versions = installed(dict.fromkeys([*PACKAGES, *(need.package for need in needs)]))
@@ -79,7 +79,7 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
         tpu_chips=chips,
         tpu_kind=kind,
         tpu_paths=paths,
-        holders=found,
+        holders=open_holders,
         unseen_processes=unseen,
         lock_file=lock_file(lock),
         nvidia=nvidia,
@@ -119,12 +119,12 @@ def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None)
 def job(root: Path, environment: Mapping[str, str]) -> tuple[str, str]:
     """Place of this process in its job as text, and the reason if it could not be determined."""
     try:
-        found = find(environment, root)
+        member = find(environment, root)
     except SystolicError as error:
         return "", str(error)
-    if found is None:
+    if member is None:
         return "", ""
-    return f"{found.name(found.index)} of {found.count} (from {found.by})", ""
+    return f"{member.name(member.index)} of {member.count} (from {member.by})", ""
 
 
 def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -204,7 +204,7 @@ def nvidia_gpus(root: Path) -> Nvidia | None:
 
 def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
     """Processes with one of ``paths`` open, and the number of processes that could not be inspected."""
-    sought, found, unseen = set(paths), [], 0
+    sought, processes, unseen = set(paths), [], 0
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda p: int(p.name)):
         if int(process.name) == os.getpid():
             continue
@@ -217,7 +217,7 @@ def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
             continue
         held = sorted(sought.intersection(map(_target, links)))
         if held:
-            found.append(
+            processes.append(
                 Holder(
                     pid=int(process.name),
                     command=_command(process),
@@ -225,7 +225,7 @@ def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
                     path=held[0],
                 )
             )
-    return tuple(found), unseen
+    return tuple(processes), unseen
 
 
 def lock_file(path: Path) -> LockFile | None:

@@ -140,7 +140,7 @@ class Machine:
         """Value of an environment variable, or ``None``."""
         return dict(self.environment).get(name)
 
-    def told(self, name: str) -> str:
+    def platform_variable(self, name: str) -> str:
         """Value of a variable of the platform; empty if not set."""
         return dict(self.platform).get(name, "")
 

@@ -91,29 +91,29 @@ def judge(reports: Sequence[HostReport]) -> list[Finding]:
 
 def _of_data(reports: Sequence[HostReport]) -> list[Finding]:
     fix = "copy the same files to all hosts, or mount one folder"
-    absent = [one for one in reports if str(one.facts["data"]).startswith(_ABSENT)]
+    absent = [host for host in reports if str(host.facts["data"]).startswith(_ABSENT)]
     if absent:
-        return [failed("data", f"{one.name}: {one.facts['data']}", fix) for one in absent]
+        return [failed("data", f"{host.name}: {host.facts['data']}", fix) for host in absent]
     (usual, most), *rest = differing(reports, "data").items()
     if not rest:
         return [fine("data", f"same on all hosts: {usual}")]
     return [
         failed(
             "data",
-            f"{one.name} has different data from {most[0].name}: {_differ(one, most[0])}",
+            f"{host.name} has different data from {most[0].name}: {_differ(host, most[0])}",
             fix,
         )
         for _, those in rest
-        for one in those
+        for host in those
     ]
 
 
-def _differ(one: HostReport, other: HostReport) -> str:
+def _differ(host: HostReport, other: HostReport) -> str:
     """First file that differs between two hosts; the overall digests if there are too many files to list."""
-    mine, theirs = one.facts.get("files", {}), other.facts.get("files", {})
+    mine, theirs = host.facts.get("files", {}), other.facts.get("files", {})
     names = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
     if not names:
-        return f"{one.facts['data']} instead of {other.facts['data']}"
+        return f"{host.facts['data']} instead of {other.facts['data']}"
     name = names[0]
     how = (
         "is missing"
@@ -143,21 +143,21 @@ def judge_links(reports: Sequence[HostReport]) -> list[Finding]:
 def _clocks(reports: Sequence[HostReport]) -> list[Finding]:
     """Clock offsets against the middle one, and of the two that differ most: each may be close to the middle."""
 
-    def distance(one: HostReport) -> float:
-        return sum(abs(one.ahead_seconds - each.ahead_seconds) for each in reports)
+    def distance(host: HostReport) -> float:
+        return sum(abs(host.ahead_seconds - each.ahead_seconds) for each in reports)
 
-    def offset(one: HostReport, other: HostReport) -> list[Finding]:
-        seconds = one.ahead_seconds - other.ahead_seconds
-        if abs(seconds) - one.error_seconds - other.error_seconds <= SKEW_SECONDS:
+    def offset(host: HostReport, other: HostReport) -> list[Finding]:
+        seconds = host.ahead_seconds - other.ahead_seconds
+        if abs(seconds) - host.error_seconds - other.error_seconds <= SKEW_SECONDS:
             return []
         way = "ahead of" if seconds > 0 else "behind"
-        text = f"the clock of {one.name} is {abs(seconds):.1f} s {way} that of {other.name}"
+        text = f"the clock of {host.name} is {abs(seconds):.1f} s {way} that of {other.name}"
         return [warned("clocks", text, "sudo timedatectl set-ntp true")]
 
     middle = min(reports, key=distance)
-    ahead, behind = (choose(reports, key=lambda one: one.ahead_seconds) for choose in (max, min))
+    ahead, behind = (choose(reports, key=lambda host: host.ahead_seconds) for choose in (max, min))
     most = ahead.ahead_seconds - behind.ahead_seconds
-    rows = [row for one in reports for row in offset(one, middle)] or offset(ahead, behind)
+    rows = [row for host in reports for row in offset(host, middle)] or offset(ahead, behind)
     return rows or [noted("clocks", f"within {most * 1e3:.0f} ms")]
 
 
@@ -178,15 +178,15 @@ def _data(path: Path) -> str:
         return f"{_ABSENT[0]} ({path} does not exist)"
     try:
         root, files = _files(path)
-        found = of_files(root, files)
+        digests = of_files(root, files)
     except SystolicError as error:
         return f"{_ABSENT[0]} ({error})"
-    if found is None:
+    if digests is None:
         return f"{_ABSENT[1]} in {path}"
-    plural = "s" if found.files > 1 else ""
-    some = found.bytes > SAMPLE_BYTES
+    plural = "s" if digests.files > 1 else ""
+    some = digests.bytes > SAMPLE_BYTES
     of = f"{SAMPLE_BYTES >> 20} MiB of the contents" if some else "contents"
-    return f"{found.files} file{plural}, {found.bytes} bytes; digest of names, sizes and {of}: {found.names}-{found.digest}"
+    return f"{digests.files} file{plural}, {digests.bytes} bytes; digest of names, sizes and {of}: {digests.names}-{digests.digest}"
 
 
 def _marks(path: Path) -> dict[str, str]:
@@ -235,7 +235,7 @@ def _try(place: Member, reports: Sequence[HostReport]) -> dict[int, str]:
     """Processes that this one cannot reach, with the address that it tried."""
     count = len(reports)
     steps = range(1, count) if count <= _ALL_PAIRS else [2**n for n in range(count.bit_length())]
-    found = {}
+    unreached = {}
     for step in steps:
         other = reports[(place.index + step) % count]
         if other.index == place.index:
@@ -244,5 +244,5 @@ def _try(place: Member, reports: Sequence[HostReport]) -> dict[int, str]:
         try:
             socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
         except OSError as error:
-            found[other.index] = f"{address[0]}:{address[1]} ({error.strerror or error})"
-    return found
+            unreached[other.index] = f"{address[0]}:{address[1]} ({error.strerror or error})"
+    return unreached

@@ -92,9 +92,9 @@ def _facts(machine: "Machine") -> dict[str, str]:
         pairs = [_shortened(f"{key}={value}") for key, value in machine.environment]
         rows["environment"] = " ".join(pairs)
     if isinstance(machine.measured, Measured):
-        found = machine.measured
-        seen = f"{found.num_devices} x {found.device_kind} on {found.platform}"
-        rows["JAX"] = f"{seen}, started and measured in {si(found.seconds, 's')}"
+        measured = machine.measured
+        seen = f"{measured.num_devices} x {measured.device_kind} on {measured.platform}"
+        rows["JAX"] = f"{seen}, started and measured in {si(measured.seconds, 's')}"
     return rows
 
 

@@ -11,8 +11,7 @@ from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.forecasting.profiled import Key, begun_by
 from systolic.hlo import parse
-from systolic.profile.kinds import Activity
-from systolic.profile.line import OpLine, read_line
+from systolic.profile.ops import Activity, OpLine, read_line
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.sim.estimate import Parts, estimated_seconds, slowdown_of
 from systolic.sim.rates import Rates, number_format, rates_of
@@ -32,7 +31,7 @@ def priced_alone(table: ProfileTable, on: Slice) -> tuple[dict[Key, float], int]
         table: Ops of a profile.
         on: The slice whose rates are taken.
     """
-    found: dict[Key, float] = {}
+    priced: dict[Key, float] = {}
     known: dict[str, float | None] = {}
     left, rates = 0, rates_of(on)
     runs = {row.name: row.runs for row in table.programs}
@@ -59,8 +58,8 @@ def priced_alone(table: ProfileTable, on: Slice) -> tuple[dict[Key, float], int]
         if seconds is None:
             left += 1
         else:
-            found[row.program, begun_by(row)] = seconds * row.calls / runs.get(row.program, 1.0)
-    return found, left
+            priced[row.program, begun_by(row)] = seconds * row.calls / runs.get(row.program, 1.0)
+    return priced, left
 
 
 def matmul_seconds(row: OpRow, rates: Rates, on: Slice) -> float | None:
@@ -81,9 +80,9 @@ def matmul_seconds(row: OpRow, rates: Rates, on: Slice) -> float | None:
 
 def _format(line: OpLine) -> str:
     """Format of a matmul's operands: that of the two largest, bf16 where they differ."""
-    arrays = [one for shape in line.operands for one in shape.arrays()]
-    largest = sorted(arrays, key=lambda one: -one.elements)[:2]
-    formats = {number_format(one.dtype) for one in largest}
+    arrays = [array for shape in line.operands for array in shape.arrays()]
+    largest = sorted(arrays, key=lambda array: -array.elements)[:2]
+    formats = {number_format(array.dtype) for array in largest}
     return formats.pop() if len(formats) == 1 else "bf16"
 
 
@@ -130,7 +129,7 @@ def module_of(text: str, devices: int) -> str:
         f"  %a{n} = {first[name]} parameter({n})\n" for n, name in enumerate(names)
     )
     numbers = {name: f"%a{n}" for n, name in enumerate(names)}
-    body = _OPERAND.sub(lambda found: numbers.get(found[0][1:], found[0]), tail)
+    body = _OPERAND.sub(lambda match: numbers.get(match[0][1:], match[0]), tail)
     added = ""
     if reduces:
         dtype = line.shape.dtype or next(iter(line.shape.arrays())).dtype

@@ -102,10 +102,10 @@ def calibrations(
     """
     if name is not None:
         return load(name)
-    found = []
-    for one in names():
+    records = []
+    for stem in names():
         try:
-            found.append(load(one))
+            records.append(load(stem))
         except DataError as error:
             reporter().warn(str(error))
-    return found
+    return records

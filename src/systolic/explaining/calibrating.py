@@ -34,10 +34,10 @@ from systolic.forecasting.profiled import LEAST, begun_by, programs_of
 from systolic.hlo import Module, Shape, parse
 from systolic.profile import Profile, open_profile
 from systolic.profile.ceilings import HOST_LINK
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.profile.trace import Backend, DeviceOp
-from systolic.runs.devices import slice_with
+from systolic.runs.record import slice_with
 from systolic.runs.run import ENVIRONMENT
 from systolic.sim.calibration import BOUNDS, Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import COLLECTIVES, kind_of_span
@@ -103,7 +103,7 @@ class MeasuredOps:
     @property
     def matched(self) -> float:
         """Measured seconds, in one run of each program, of ops that have a price."""
-        return sum(one.seconds for one in self.ratios)
+        return sum(ratio.seconds for ratio in self.ratios)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +158,14 @@ class _OpPrices:
 
     def _simulated(self, module: Module, program: str) -> Mapping[str, Span]:
         try:
-            made = simulate(module, self.on)
+            timeline = simulate(module, self.on)
         except SystolicError as error:
             self.notes.append(f"{program} could not be simulated: {error}")
             return {}
         self.simulated[program] = None
-        return {span.name: span for span, _ in made.leaves() if not span.opcode.startswith("wait ")}
+        return {
+            span.name: span for span, _ in timeline.leaves() if not span.opcode.startswith("wait ")
+        }
 
     def _alone(self, row: OpRow) -> _Priced | None:
         text = row.op.raw.text
@@ -171,25 +173,25 @@ class _OpPrices:
             return None
         if text not in self._lines:
             self._lines[text] = self._of_line(text) or self._of_work(row)
-        found = self._lines[text]
-        self.alone |= found is not None
-        return found
+        price = self._lines[text]
+        self.alone |= price is not None
+        return price
 
     def _of_line(self, text: str) -> _Priced | None:
         held = module_of(text, self.on.num_devices)
         if not held:
             return None
         try:
-            made = simulate(parse(held), self.on)
+            timeline = simulate(parse(held), self.on)
         except (SystolicError, KeyError, ValueError, AssertionError):
             return None
-        spans = [span for span, _ in made.leaves() if span.lane == "core"]
-        found = self._usable(spans[0]) if len(spans) == 1 else None
-        if found is None or found.kind not in (CostKind.elementwise, CostKind.vmem_elementwise):
-            return found
+        spans = [span for span, _ in timeline.leaves() if span.lane == "core"]
+        price = self._usable(spans[0]) if len(spans) == 1 else None
+        if price is None or price.kind not in (CostKind.elementwise, CostKind.vmem_elementwise):
+            return price
         # What a fusion computes is not known: only what passes over device memory stands for others.
         memory = spans[0].bytes / self.rates.hbm
-        return found if memory > found.seconds / 2 else None
+        return price if memory > price.seconds / 2 else None
 
     def _of_work(self, row: OpRow) -> _Priced | None:
         seconds = matmul_seconds(row, self.rates, self.on)
@@ -213,9 +215,9 @@ def measured_ops(table: ProfileTable, on: Slice, programs: Mapping[str, Module])
         times = row.calls / runs.get(row.program, 1.0)
         busy = row.seconds / runs.get(row.program, 1.0)
         total += busy
-        found = _host(row, times, busy) or _ratio(row, prices.of(row), times, busy, together)
-        if found is not None:
-            ratios.append(found)
+        ratio = _host(row, times, busy) or _ratio(row, prices.of(row), times, busy, together)
+        if ratio is not None:
+            ratios.append(ratio)
         else:
             unmatched[row.op.kind.value] += busy
     notes = [f"{name} ran in several versions: left out" for name in sorted(ambiguous)]
@@ -279,7 +281,7 @@ def _work(row: OpRow) -> Work:
     if line is None:
         return row.op.opcode, (("", (int(row.op.flops), int(row.op.bytes))),)
     arrays = line.arrays()
-    return row.op.opcode, tuple((one.dtype, tuple(one.dims)) for one in arrays)
+    return row.op.opcode, tuple((array.dtype, tuple(array.dims)) for array in arrays)
 
 
 @dataclass
@@ -291,13 +293,13 @@ class _Together:
     def __post_init__(self) -> None:
         self._by: dict[str, list[list[DeviceOp]]] = defaultdict(list)
         self._flights: dict[str, list[float]] = defaultdict(list)
-        for one in self.table.profile.devices:
+        for profile in self.table.profile.devices:
             own: dict[str, list[DeviceOp]] = defaultdict(list)
-            for op in one.trace.ops:
+            for op in profile.trace.ops:
                 own[op.text].append(op)
             for text, ops in own.items():
                 self._by[text].append(ops)
-            for begun, done in _apart(one):
+            for begun, done in _apart(profile):
                 self._flights[done.text].append(done.end - begun.start)
 
     def seconds(self, row: OpRow) -> float | None:
@@ -326,14 +328,14 @@ def _apart(profile: Profile) -> list[tuple[DeviceOp, DeviceOp]]:
     ]
     busy.sort()
     ends = list(accumulate((end for _, end in busy), max))
-    found = []
+    apart = []
     for begun, done in pairs:
         at = bisect.bisect_left(busy, (begun.start, done.end))
         before = ends[at - 1] if at else -math.inf
         after = busy[at + 1][0] if at + 1 < len(busy) else math.inf
         if before <= begun.start and done.end <= after and id(done) in profile.flights:
-            found.append((begun, done))
-    return found
+            apart.append((begun, done))
+    return apart
 
 
 def _is_collective(profile: Profile, op: DeviceOp) -> bool:
@@ -391,28 +393,28 @@ def fit(measured: Iterable[MeasuredOps], host_bytes_per_second: float) -> Fit:
     """
     by: dict[CostKind, list[OpRatio]] = defaultdict(list)
     for ops in measured:
-        for one in ops.ratios:
-            by[one.kind].append(one)
+        for ratio in ops.ratios:
+            by[ratio.kind].append(ratio)
     factors, left_out = {}, []
     for kind in CostKind:
         if kind not in by:
             continue
-        found = factor_of(by[kind])
-        slower = found.value
+        factor = factor_of(by[kind])
+        slower = factor.value
         if kind is CostKind.host:
-            slower = host_bytes_per_second / found.value
+            slower = host_bytes_per_second / factor.value
         least, most = BOUNDS
         needed = 1 if kind in LINKS else LEAST_WORKS
-        if found.works < needed:
+        if factor.works < needed:
             left_out.append(
-                f"{kind.value}: {found.value:.2f} by {plural(found.ops, 'op')} of {plural(found.works, 'shape')}, and fewer than {needed} shapes stand for no others{_cost(by[kind])}"
+                f"{kind.value}: {factor.value:.2f} by {plural(factor.ops, 'op')} of {plural(factor.works, 'shape')}, and fewer than {needed} shapes stand for no others{_cost(by[kind])}"
             )
         elif least <= slower <= most:
-            factors[kind] = found
+            factors[kind] = factor
         else:
-            text = si(found.value, "B/s") if kind is CostKind.host else f"{found.value:.2f}"
+            text = si(factor.value, "B/s") if kind is CostKind.host else f"{factor.value:.2f}"
             left_out.append(
-                f"{kind.value}: {text} by {plural(found.ops, 'op')}, {slower:.2f} times the simulator's seconds and outside of {least:g} to {most:g}: the simulator does not know such ops, and a factor would not carry over"
+                f"{kind.value}: {text} by {plural(factor.ops, 'op')}, {slower:.2f} times the simulator's seconds and outside of {least:g} to {most:g}: the simulator does not know such ops, and a factor would not carry over"
             )
     return Fit(factors=factors, left_out=left_out)
 
@@ -421,20 +423,20 @@ def _cost(ops: Sequence[OpRatio]) -> str:
     """How a forecast takes the time of a kernel itself."""
     if ops[0].kind is not CostKind.kernel:
         return ""
-    largest = max(ops, key=lambda one: one.seconds)
+    largest = max(ops, key=lambda op: op.seconds)
     return f"; a forecast takes the time of a call of it: --cost {largest.name}={duration(largest.call_seconds).replace(' ', '')}"
 
 
 def factor_of(ratios: Sequence[OpRatio]) -> Factor:
     """Factor of ops of one kind."""
-    weighted = [(one.value, one.weight) for one in ratios]
+    weighted = [(ratio.value, ratio.weight) for ratio in ratios]
     return Factor(
         value=trimmed_mean(weighted, LOW, HIGH),
         low=quantile(weighted, LOW),
         high=quantile(weighted, HIGH),
-        ops=len({(one.program, one.name) for one in ratios}),
-        works=len({one.work for one in ratios}),
-        seconds=sum(one.seconds for one in ratios),
+        ops=len({(ratio.program, ratio.name) for ratio in ratios}),
+        works=len({ratio.work for ratio in ratios}),
+        seconds=sum(ratio.seconds for ratio in ratios),
     )
 
 
@@ -456,7 +458,7 @@ class CalibrationRequest:
     """The slice that they were recorded on; by default as many of the chip's devices as the programs name."""
 
 
-def record_of(asked: CalibrationRequest) -> CalibrationRecord:
+def record_of(request: CalibrationRequest) -> CalibrationRecord:
     """Corrections of the simulator from profiles of one generation of TPUs; nothing is written.
 
     Raises:
@@ -464,35 +466,35 @@ def record_of(asked: CalibrationRequest) -> CalibrationRecord:
         DataError: a file is damaged, or no op of the profiles has a price to set its time against.
         OptionError: the chip is not known, is no TPU, or differs between the profiles; or a dump is of another program.
     """
-    check_name(asked.name)
-    if not asked.profiles:
+    check_name(request.name)
+    if not request.profiles:
         raise OptionError("there is no profile to calibrate by; give an xplane.pb or a folder")
     twice = [
-        path for path, times in Counter(map(Path.resolve, asked.profiles)).items() if times > 1
+        path for path, times in Counter(map(Path.resolve, request.profiles)).items() if times > 1
     ]
     if twice:
         raise OptionError(f"{twice[0]} is given twice, and would count twice; give it once")
-    on_given = asked.on or None
+    on_given = request.on or None
     if isinstance(on_given, str):
         on_given = slice(on_given)
-    dumps = _dumps(asked.against)
-    tables = _tables(asked.profiles, asked.chip or (on_given.chip.name if on_given else ""))
+    dumps = _dumps(request.against)
+    tables = _tables(request.profiles, request.chip or (on_given.chip.name if on_given else ""))
     for path, module in dumps.values():
         _check_dump(module, path, tables)
-    chip = _chip_of(asked.profiles, tables)
+    chip = _chip_of(request.profiles, tables)
     modules = {name: module for name, (_, module) in dumps.items()}
-    sources, found = [], []
-    for path, table in zip(asked.profiles, tables, strict=True):
+    sources, measured = [], []
+    for path, table in zip(request.profiles, tables, strict=True):
         on = on_given or _slice(table, modules, chip)
         _check_devices(on, path, table)
         ops = measured_ops(table, on, {**programs_of(table), **modules})
-        found.append(ops)
+        measured.append(ops)
         sources.append(_source(path, table, ops))
-    fitted = fit(found, rates_of(on).host)
+    fitted = fit(measured, rates_of(on).host)
     if not fitted.factors:
-        raise DataError(_nothing(asked, found, fitted.left_out))
+        raise DataError(_nothing(request, measured, fitted.left_out))
     calibration = Calibration(
-        name=asked.name,
+        name=request.name,
         chip=chip.name,
         factors=fitted.factors,
         made=date.today().isoformat(),
@@ -501,41 +503,41 @@ def record_of(asked: CalibrationRequest) -> CalibrationRecord:
     return CalibrationRecord(
         calibration=calibration,
         sources=sources,
-        compiler=_compiler(asked.profiles),
+        compiler=_compiler(request.profiles),
         systolic=__version__,
-        left_out=[*fitted.left_out, *(note for ops in found for note in ops.notes)],
+        left_out=[*fitted.left_out, *(note for ops in measured for note in ops.notes)],
     )
 
 
 def _dumps(paths: Sequence[Path]) -> Mapping[str, tuple[Path, Module]]:
-    found: dict[str, tuple[Path, Module]] = {}
+    dumps: dict[str, tuple[Path, Module]] = {}
     for path in paths:
         if not path.is_file():
             raise NotFoundError(
                 f"{path} is no file; give the scheduled HLO that --xla_dump_to wrote"
             )
         module = parse(counted_elsewhere(path.read_text(errors="replace")))
-        found[module.name] = path, module
-    return found
+        dumps[module.name] = path, module
+    return dumps
 
 
 def _tables(paths: Sequence[Path], chip: str) -> list[ProfileTable]:
     """The ops of profiles; ``chip`` is for those that do not name theirs."""
-    found, refused = [], []
+    tables, refused = [], []
     for path in paths:
         try:
-            found.append(ProfileTable(open_profile(path, chip)))
+            tables.append(ProfileTable(open_profile(path, chip)))
         except OptionError as error:  # it names another
             refused.append(error)
-            found.append(ProfileTable(open_profile(path)))
-    for path, table in zip(paths, found, strict=True):
+            tables.append(ProfileTable(open_profile(path)))
+    for path, table in zip(paths, tables, strict=True):
         if by := table.profile.trace.simulated_by:
             raise DataError(
                 f"{path} is a schedule that {by} wrote, no measurement; give a profile of the chip"
             )
     if len(refused) == len(paths):
         raise refused[0]
-    return found  # of two generations, where one was refused
+    return tables  # of two generations, where one was refused
 
 
 def _check_dump(module: Module, path: Path, tables: Sequence[ProfileTable]) -> None:
@@ -545,7 +547,11 @@ def _check_dump(module: Module, path: Path, tables: Sequence[ProfileTable]) -> N
         raise OptionError(
             f"{path} is {module.name}, and the profiles ran {', '.join(ran[:4])}; give the dump of one of these"
         )
-    held = {one.name: one.shape for of in module.computations.values() for one in of}
+    held = {
+        instruction.name: instruction.shape
+        for of in module.computations.values()
+        for instruction in of
+    }
     measured = {
         row.op.raw.name: row.op.line.shape
         for table in tables
@@ -565,7 +571,9 @@ def _is_alike(held: Shape | None, measured: Shape) -> bool:
     if held is None:
         return False
     of, other = list(held.arrays()), list(measured.arrays())
-    return [(one.dtype, one.dims) for one in of] == [(one.dtype, one.dims) for one in other]
+    return [(array.dtype, array.dims) for array in of] == [
+        (array.dtype, array.dims) for array in other
+    ]
 
 
 def _chip_of(paths: Sequence[Path], tables: Sequence[ProfileTable]) -> Chip:
@@ -584,9 +592,9 @@ def _chip_of(paths: Sequence[Path], tables: Sequence[ProfileTable]) -> Chip:
             )
         chips.setdefault(chip.name, (path, chip))
     if len(chips) > 1:
-        (one, first), (two, second) = list(chips.values())[:2]
+        (first_path, first), (second_path, second) = list(chips.values())[:2]
         raise OptionError(
-            f"{one} is of {first.name} and {two} of {second.name}; make a calibration of each"
+            f"{first_path} is of {first.name} and {second_path} of {second.name}; make a calibration of each"
         )
     return next(iter(chips.values()))[1]
 
@@ -629,7 +637,7 @@ def _source(path: Path, table: ProfileTable, ops: MeasuredOps) -> ProfileSource:
 
 def _compiler(paths: Sequence[Path]) -> str:
     """Version of libtpu by the runs that the profiles lie in; empty where they lie in none, since profiles do not say it."""
-    found = []
+    versions = []
     for path in paths:
         run = run_of(path)
         try:
@@ -637,15 +645,15 @@ def _compiler(paths: Sequence[Path]) -> str:
         except (OSError, ValueError, KeyError):
             packages = {}
         if COMPILER in packages:
-            found.append(f"{COMPILER} {packages[COMPILER]}")
-    return ", ".join(dict.fromkeys(found))
+            versions.append(f"{COMPILER} {packages[COMPILER]}")
+    return ", ".join(dict.fromkeys(versions))
 
 
 def _nothing(
-    asked: CalibrationRequest, found: Sequence[MeasuredOps], left_out: Sequence[str]
+    request: CalibrationRequest, measured: Sequence[MeasuredOps], left_out: Sequence[str]
 ) -> str:
-    which = ", ".join(map(str, asked.profiles))
+    which = ", ".join(map(str, request.profiles))
     if left_out:
         return f"no kind of op of {which} gives a factor: {'; '.join(left_out)}"
-    kinds = dict.fromkeys(kind for ops in found for kind in ops.unmatched)
+    kinds = dict.fromkeys(kind for ops in measured for kind in ops.unmatched)
     return f"no op of {which} is a microsecond long and has a price ({', '.join(kinds) or 'it has none'}); give the programs' scheduled HLO: --against DUMP.txt"

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from systolic.core.units import duration, plural
-from systolic.explaining.cause import Cause
 from systolic.explaining.rules import RULES
 from systolic.explaining.settings import Settings
 from systolic.explaining.sources import (
@@ -21,7 +20,7 @@ from systolic.explaining.sources import (
     step_of_profile,
     step_of_programs,
 )
-from systolic.explaining.step import LEAST, SHOWN, Step
+from systolic.explaining.step import LEAST, SHOWN, Cause, Step
 from systolic.forecasting import Forecast
 from systolic.hlo import Module
 from systolic.job import Model
@@ -58,10 +57,12 @@ class HostAndDevice:
     @cached_property
     def compiling(self) -> list[Interval]:
         """Intervals of tracing and compiling, with the rest of each step in which the loop's thread compiled."""
-        found = union((e.start, e.end) for e in self.profile.trace.loop if _COMPILE.search(e.name))
+        compiles = union(
+            (e.start, e.end) for e in self.profile.trace.loop if _COMPILE.search(e.name)
+        )
         steps = [(mark.start, mark.end) for mark in self.profile.trace.steps]
-        steps = [step for step in steps if common([step], found)]
-        return common(union([*found, *steps]), missing(self.waiting, self.profile.span))
+        steps = [step for step in steps if common([step], compiles)]
+        return common(union([*compiles, *steps]), missing(self.waiting, self.profile.span))
 
     @cached_property
     def waiting(self) -> list[Interval]:
@@ -308,6 +309,6 @@ def _by_rules(step: Step) -> list[Cause]:
     return [cause for rule in RULES for cause in rule(step)]
 
 
-def _sorted(found: Iterable[Cause]) -> list[Cause]:
-    kept = [cause for cause in found if cause.share is None or cause.share >= LEAST]
+def _sorted(unsorted: Iterable[Cause]) -> list[Cause]:
+    kept = [cause for cause in unsorted if cause.share is None or cause.share >= LEAST]
     return sorted(kept, key=lambda cause: -(cause.share or 0.0))

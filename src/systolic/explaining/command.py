@@ -140,8 +140,8 @@ def _unknown(target: str) -> NotFoundError:
         )
     from systolic.recipes.models.named import names
 
-    runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
-    runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
+    runs = {str(job.parent) for job in Path(target).parent.glob(f"*/{JOB}")}
+    runs |= {str(job.parent) for job in Path("runs").glob(f"*/{JOB}")}
     return NotFoundError(
         f"{target} is no recipe, run, profile or forecast{nearest(target, [*recipes.shipped(), *names(), *runs])}; systolic recipes lists recipes and models"
     )
@@ -438,15 +438,15 @@ def explain_profile(
     if against:
         check(str(against))
     with working(str(path)):
-        made = explained(
+        explanation = explained(
             Path(path),
             remedies=remedies,
             workers=bounded_workers(workers),
             trust=trust,
             chip=chip,
         )
-    compared = explain_beside(made, str(against)) if against else None
-    return replace(made, target=str(path), against=compared)
+    compared = explain_beside(explanation, str(against)) if against else None
+    return replace(explanation, target=str(path), against=compared)
 
 
 # Programs that no recipe made

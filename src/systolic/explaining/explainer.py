@@ -20,10 +20,10 @@ from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
 from systolic.compiling import compile as compile_program
 from systolic.core.errors import OptionError
 from systolic.core.reporter import reporter
-from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_forecast, causes_of_programs
 from systolic.explaining.settings import Settings
 from systolic.explaining.sources import StepProgram
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.captured import forecast_parts, parts_of, schedule_of
 from systolic.forecasting.run import of_outcome
@@ -98,13 +98,13 @@ class RecipeStep:
         options = recipes.typed(self.recipe, plain)
         return replace(self, options=options, settings=left)
 
-    def with_flags(self, given: str) -> "RecipeStep":
+    def with_flags(self, words: str) -> "RecipeStep":
         """The same with ``--flags`` on top of its own; ``none`` leaves its own out.
 
         Raises:
             OptionError: a word is no flag.
         """
-        return replace(self, flags=resolved(given, self.on.chip, self.flags))
+        return replace(self, flags=resolved(words, self.on.chip, self.flags))
 
     def at(self, on: Slice) -> "RecipeStep":
         """The same on another slice, with the flags that jobs share there in place of those shared here."""
@@ -171,26 +171,32 @@ class StepExplanation:
         else:
             shown = list(text.lines(self.forecast, WIDTH, every_note=True))
         fit = self.fit
-        told = [] if fit is None else [f"the fastest that fits: {fit.candidate.name}"]
-        for words, one in (
+        texts = [] if fit is None else [f"the fastest that fits: {fit.candidate.name}"]
+        for words, remedy in (
             ("the best that keeps training the same", self.best),
             ("faster, and changes training", self.best_changed),
         ):
-            told += [] if one is None else [f"{words}: {one.text}, {one.verdict}"]
-        return screen(shown, told)
+            texts += [] if remedy is None else [f"{words}: {remedy.text}, {remedy.verdict}"]
+        return screen(shown, texts)
 
     @property
     def best(self) -> Remedy | None:
         """The change that gains most and trains the same; None where none gains."""
-        good = [one for one in self.remedies if one.same_result and (one.gain or 0.0) > GAIN]
-        return max(good, key=lambda one: one.gain or 0.0, default=None)
+        good = [
+            remedy for remedy in self.remedies if remedy.same_result and (remedy.gain or 0.0) > GAIN
+        ]
+        return max(good, key=lambda remedy: remedy.gain or 0.0, default=None)
 
     @property
     def best_changed(self) -> Remedy | None:
         """The change that gains most although it changes training; None where it gains no more than :attr:`best`."""
         least = GAIN if self.best is None else (self.best.gain or 0.0) + GAIN
-        good = [one for one in self.remedies if not one.same_result and (one.gain or 0.0) > least]
-        return max(good, key=lambda one: one.gain or 0.0, default=None)
+        good = [
+            remedy
+            for remedy in self.remedies
+            if not remedy.same_result and (remedy.gain or 0.0) > least
+        ]
+        return max(good, key=lambda remedy: remedy.gain or 0.0, default=None)
 
     @property
     def fit(self) -> Trial | None:
@@ -288,7 +294,7 @@ class StepExplainer:
             raise OptionError(
                 f"{self.on.name} is a {self.on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
             )
-        made, outcome = self.forecast()
+        forecast, outcome = self.forecast()
         result = StepExplanation(
             job=self.job,
             on=self.on,
@@ -296,13 +302,15 @@ class StepExplainer:
             flags=self.flags,
             target=self.target,
             of=self.of,
-            forecast=made,
+            forecast=forecast,
         )
-        if not made.fits:
+        if not forecast.fits:
             return result
         assert isinstance(outcome, Compiled)
         module = parse(outcome.hlo)
-        return replace(result, causes=causes_of_forecast(made, module, self.job.model, self.known))
+        return replace(
+            result, causes=causes_of_forecast(forecast, module, self.job.model, self.known)
+        )
 
     def _improved(self, result: StepExplanation) -> StepExplanation:
         """The explanation with the causes that are left of the best; the program is in the store."""
@@ -314,8 +322,8 @@ class StepExplainer:
         outcome = compile_program(JobProgram(job=job, verb=self.step), self.on, compiler)
         if not isinstance(outcome, Compiled):
             return result
-        made = of_outcome(outcome, job.name, self.on, 0.0, replace(self.given, strict=False))
-        causes = causes_of_forecast(made, parse(outcome.hlo), job.model, self.known)
+        forecast = of_outcome(outcome, job.name, self.on, 0.0, replace(self.given, strict=False))
+        causes = causes_of_forecast(forecast, parse(outcome.hlo), job.model, self.known)
         return replace(result, remaining=causes)
 
     def forecast(self) -> tuple[Forecast, Any]:
@@ -328,7 +336,7 @@ class StepExplainer:
         seconds = time.monotonic() - began
         return of_outcome(outcome, self.job.name, self.on, seconds, self.given), outcome
 
-    def try_changes(self, made: Forecast) -> list[Remedy]:
+    def try_changes(self, forecast: Forecast) -> list[Remedy]:
         """Changes of settings with what each gains over a forecast of the step."""
         facts = facts_of(self.job)
         base = base_of(facts, self.on, self.flags)
@@ -336,10 +344,10 @@ class StepExplainer:
         workers = Limits(workers=self.workers).at_once
         with self._opens(workers) as evaluator:
             watch = self._watching(ExplainStage.changing, len(wanted))
-            tried = try_all(facts, made, base, wanted, evaluator, watch)
+            tried = try_all(facts, forecast, base, wanted, evaluator, watch)
             follower = Follower(
                 facts=facts,
-                made=made,
+                forecast=forecast,
                 base=base,
                 evaluator=evaluator,
                 most=FOLLOWING * self.remedies,
@@ -352,15 +360,15 @@ class StepExplainer:
                 watch = self._watching(stage, follower.most)
                 tried += sorted(
                     follow(replace(follower, watch=watch), tried),
-                    key=lambda one: -(one.gain if one.gain is not None else -1.0),
+                    key=lambda remedy: -(remedy.gain if remedy.gain is not None else -1.0),
                 )
         return tried
 
     def _watching(self, stage: ExplainStage, of: int) -> RemedyWatch:
         """Begins a stage of changes; returns what is called with each."""
 
-        def watch(one: Remedy | None, done: int, of: int) -> None:
-            reporter().update(ExplainProgress(stage=stage, remedy=one, done=done, of=of))
+        def watch(remedy: Remedy | None, done: int, of: int) -> None:
+            reporter().update(ExplainProgress(stage=stage, remedy=remedy, done=done, of=of))
 
         watch(None, 0, of)
         return watch
@@ -423,25 +431,29 @@ def captured_explanation(
     )
     reporter().stage("simulating")
     parts = parts_of(captured, on, given)
-    made = forecast_parts(captured, parts, on)
+    forecast = forecast_parts(captured, parts, on)
     busiest = schedule_of(captured, parts).device
     programs = [
-        StepProgram(module=one.module, timeline=one.timeline, calls=one.calls, mesh=one.mesh)
-        for one in parts
-        if one.timeline is not None and busiest in one.devices
+        StepProgram(module=part.module, timeline=part.timeline, calls=part.calls, mesh=part.mesh)
+        for part in parts
+        if part.timeline is not None and busiest in part.devices
     ]
-    return _explained(captured.command, made, programs, quick=True)
+    return _explained(captured.command, forecast, programs, quick=True)
 
 
 def dump_explanation(path: Path, on: Slice, given: Given) -> ProgramExplanation:
     """Explains scheduled HLO text that was compiled for a slice; raises as :func:`~systolic.forecasting.text.forecast_text`."""
-    made, module = forecast_module(path, on, given)
-    programs = [] if made.timeline is None else [StepProgram(module=module, timeline=made.timeline)]
-    return _explained(str(path), made, programs, quick=False)
+    forecast, module = forecast_module(path, on, given)
+    programs = (
+        []
+        if forecast.timeline is None
+        else [StepProgram(module=module, timeline=forecast.timeline)]
+    )
+    return _explained(str(path), forecast, programs, quick=False)
 
 
 def _explained(
-    target: str, made: Forecast, programs: Sequence[StepProgram], *, quick: bool
+    target: str, forecast: Forecast, programs: Sequence[StepProgram], *, quick: bool
 ) -> ProgramExplanation:
-    causes = causes_of_programs(made, programs) if made.fits else []
-    return ProgramExplanation(target=target, forecast=made, causes=causes, quick=quick)
+    causes = causes_of_programs(forecast, programs) if forecast.fits else []
+    return ProgramExplanation(target=target, forecast=forecast, causes=causes, quick=quick)

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, changes, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs.record import Record, RunRecord
 
 DEAD = 1e-8
@@ -66,8 +66,8 @@ class LayerShare:
         """The stack it belongs to and its place in it: (``blocks``, 3); a path without numbers is its own group."""
         if self.layer is not None:
             return self.path.split("/")[0], self.layer
-        found = re.match(r"(.*?)/(\d+)/", self.path)
-        return (found[1], int(found[2])) if found else (self.path.split("/")[0], None)
+        match = re.match(r"(.*?)/(\d+)/", self.path)
+        return (match[1], int(match[2])) if match else (self.path.split("/")[0], None)
 
     @property
     def is_weight(self) -> bool:
@@ -87,12 +87,12 @@ class LayerShare:
 
 def parts(probe: Record) -> list[LayerShare]:
     """The layers of one probe."""
-    return [part for path, found in probe["parameters"].items() for part in _parts(path, found)]
+    return [part for path, record in probe["parameters"].items() for part in _parts(path, record)]
 
 
-def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
-    figures = {key: found[key] for key in ("gradient", "weight", "update", "lost")}
-    shape: list[int] = list(found["shape"])  # ty: ignore[invalid-argument-type]
+def _parts(path: str, record: Mapping[str, object]) -> Iterable[LayerShare]:
+    figures = {key: record[key] for key in ("gradient", "weight", "update", "lost")}
+    shape: list[int] = list(record["shape"])  # ty: ignore[invalid-argument-type]
     stacked = isinstance(figures["gradient"], list)
     own = shape[1:] if stacked else shape
     for layer in range(shape[0] if stacked else 1):
@@ -102,7 +102,7 @@ def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
             layer=layer if stacked else None,
             is_matrix=len(own) > 1,
             size=math.prod(own),
-            dtype=str(found["dtype"]),
+            dtype=str(record["dtype"]),
             **each,
         )
 
@@ -111,8 +111,8 @@ def causes(history: RunRecord) -> list[Cause]:
     """Causes that the probes show."""
     if not history.diagnoses:
         return []
-    found = (dead(history), uneven(history), exploding(history), rate(history))
-    return [cause for cause in (*found, lost(history), batch(history)) if cause is not None]
+    shown = (dead(history), uneven(history), exploding(history), rate(history))
+    return [cause for cause in (*shown, lost(history), batch(history)) if cause is not None]
 
 
 def dead(history: RunRecord) -> Cause | None:
@@ -161,7 +161,7 @@ def uneven(history: RunRecord) -> Cause | None:
         if place is not None and part.is_matrix and part.slope > 0:
             stacks.setdefault(stack, {}).setdefault(place, []).append(part)
     for stack, layers in stacks.items():
-        slopes = {place: _rms(found) for place, found in sorted(layers.items())}
+        slopes = {place: _rms(shares) for place, shares in sorted(layers.items())}
         if len(slopes) < 3:
             continue
         first, last = next(iter(slopes.values())), list(slopes.values())[-1]
@@ -218,26 +218,26 @@ def ratios(history: RunRecord) -> dict[str, float]:
     probes = probes or [x for x in history.diagnoses if x["learning_rate"] > 0]
     # The first steps of a run move weights that are still small or zero.
     probes = probes[1:] if len(probes) > 2 else probes
-    found: dict[str, list[float]] = {}
+    by_matrix: dict[str, list[float]] = {}
     for probe in probes:
         scale = max(peak / probe["learning_rate"], 1.0)
         for part in parts(probe):
             if part.is_weight and math.isfinite(part.ratio) and part.gradient > 0:
-                found.setdefault(part.name, []).append(part.ratio * scale)
-    return {name: statistics.median(values) for name, values in found.items()}
+                by_matrix.setdefault(part.name, []).append(part.ratio * scale)
+    return {name: statistics.median(values) for name, values in by_matrix.items()}
 
 
 def rate(history: RunRecord) -> Cause | None:
     """Learning rate that moves the weights too fast at any time, or hardly at all."""
-    found = ratios(history)
-    middle = _median(found.values())
+    by_matrix = ratios(history)
+    middle = _median(by_matrix.values())
     fast, step = max((_median(_moving(probe)), probe["step"]) for probe in history.diagnoses)
-    if not found or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
+    if not by_matrix or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
         return None
     settings = settings_of(history)
     usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
-    ordered = sorted(found, key=lambda name: found[name])
-    ends = f"median of each matrix over the probes: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
+    ordered = sorted(by_matrix, key=lambda name: by_matrix[name])
+    ends = f"median of each matrix over the probes: least {ordered[0]} {by_matrix[ordered[0]]:.1e}, most {ordered[-1]} {by_matrix[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
     # Rules of thumb are rough: go part of the way only.
     if fast > HIGH_RATIO:
         evidence = [f"step {step}: an update is {fast:.1e} of its weights (median); {usual}", ends]
@@ -349,10 +349,10 @@ def _late(history: RunRecord) -> Sequence[Record]:
     return history.diagnoses[len(history.diagnoses) // 2 :]
 
 
-def _names(found: Sequence[LayerShare]) -> str:
+def _names(shares: Sequence[LayerShare]) -> str:
     """At most four paths, with their layers."""
     layers: dict[str, list[str]] = {}
-    for part in found:
+    for part in shares:
         layers.setdefault(part.path, []).append("" if part.layer is None else str(part.layer))
     names = [f"{path}[{','.join(where)}]" if where[0] else path for path, where in layers.items()]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -370,8 +370,8 @@ def _times(count: int) -> str:
     return "the only probe" if count == 1 else f"each of the last {count} probes"
 
 
-def _rms(found: Sequence[LayerShare]) -> float:
-    return math.sqrt(sum(p.gradient**2 for p in found) / sum(p.size for p in found))
+def _rms(shares: Sequence[LayerShare]) -> float:
+    return math.sqrt(sum(p.gradient**2 for p in shares) / sum(p.size for p in shares))
 
 
 def _median(values: Iterable[float]) -> float:

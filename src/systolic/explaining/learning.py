@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from systolic.explaining import layers
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, inspecting, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs.record import Record, RunRecord, State
 
 FEW = 12
@@ -50,13 +50,13 @@ FALL = 0.08
 
 def causes(history: RunRecord) -> list[Cause]:
     """Causes that the curves show, worst first."""
-    found = [diverged(history)]
-    if found[0] is None:
-        found += [spikes(history), plateau(history)]
-        found += [overfitting(history), repeats(history), full_experts(history)]
-    if not any(found):
-        found.append(short(history))
-    return [cause for cause in found if cause is not None]
+    shown = [diverged(history)]
+    if shown[0] is None:
+        shown += [spikes(history), plateau(history)]
+        shown += [overfitting(history), repeats(history), full_experts(history)]
+    if not any(shown):
+        shown.append(short(history))
+    return [cause for cause in shown if cause is not None]
 
 
 def diverged(history: RunRecord) -> Cause | None:
@@ -96,7 +96,7 @@ def diverged(history: RunRecord) -> Cause | None:
 
 def spikes(history: RunRecord) -> Cause | None:
     """Spikes: losses above the noise of the records before them."""
-    found, losses, steps = [], history.losses, history.train_steps
+    jumps, losses, steps = [], history.losses, history.train_steps
     index = FEW
     while index < len(losses):
         base, limit = _normal(losses[max(0, index - BEFORE) : index])
@@ -104,12 +104,12 @@ def spikes(history: RunRecord) -> Cause | None:
             index += 1
             continue
         back = next((k for k in range(index, len(losses)) if losses[k] <= 1.1 * base), None)
-        found.append((index, base, back))
+        jumps.append((index, base, back))
         index = len(losses) if back is None else back + 1
-    if not found:
+    if not jumps:
         return None
     evidence = []
-    for at, base, back in found[:4]:
+    for at, base, back in jumps[:4]:
         end = "it did not come back" if back is None else f"back at step {steps[back]}"
         top = max(losses[at : back or len(losses)])
         rate = history.train[at]["learning_rate"]
@@ -128,7 +128,7 @@ def spikes(history: RunRecord) -> Cause | None:
         advice.append(settings.change("optimizer.b2", value=0.95))
     if history.reads_text and settings.get("z_loss") == 0:
         advice.append(settings.change("z_loss", value=1e-4))
-    count = f"{len(found)} spike" + ("s" if len(found) > 1 else "")
+    count = f"{len(jumps)} spike" + ("s" if len(jumps) > 1 else "")
     return _cause("loss-spikes", f"The loss has {count}", evidence, advice)
 
 
@@ -366,11 +366,11 @@ def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Running medians over the last ``window`` finite values; NaN where there are none."""
-    found = []
+    medians = []
     for end in range(1, len(values) + 1):
         part = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
-        found.append(statistics.median(part) if part else math.nan)
-    return found
+        medians.append(statistics.median(part) if part else math.nan)
+    return medians
 
 
 EVERY = 50
@@ -379,10 +379,10 @@ EVERY = 50
 
 def learning(history: RunRecord) -> list[Cause]:
     """Causes of poor learning, worst first; [] where the records show none."""
-    curves, found = causes(history), layers.causes(history)
+    curves, in_layers = causes(history), layers.causes(history)
     # What happens in the layers explains a curve, but not the length of the run.
     late = [cause for cause in curves if cause.name == "too-short"]
-    return [*(cause for cause in curves if cause not in late), *found, *late]
+    return [*(cause for cause in curves if cause not in late), *in_layers, *late]
 
 
 def vitals(history: RunRecord) -> dict[str, Any]:
@@ -391,11 +391,11 @@ def vitals(history: RunRecord) -> dict[str, Any]:
     ``update_ratio`` is the median ratio of updates to weights at the peak learning rate,
     ``noise_scale`` and ``batch`` are in examples, ``epochs`` are passes over the training data.
     """
-    found = sorted(layers.ratios(history).values()) if history.diagnoses else []
+    update_ratios = sorted(layers.ratios(history).values()) if history.diagnoses else []
     points = validation(history)
     scale = layers.noise_scale(history) if history.diagnoses else None
     return {
-        "update_ratio": found[len(found) // 2] if found else None,
+        "update_ratio": update_ratios[len(update_ratios) // 2] if update_ratios else None,
         "noise_scale": scale if scale is None or math.isfinite(scale) else None,
         "batch": history.start.get("batch"),
         "epochs": history.epochs,
@@ -419,40 +419,42 @@ def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
     probing = shlex.join(["systolic", "explain", where]) if not probed else afresh
     if not history.train:
         return ["the run has no record of a step, so nothing can be judged"]
-    found = []
+    questions = []
     if len(history.train) < FEW:
-        found.append(f"{len(history.train)} records are too few for a curve; train for more steps")
+        questions.append(
+            f"{len(history.train)} records are too few for a curve; train for more steps"
+        )
     if not history.diagnoses:
-        found.append(
+        questions.append(
             f"gradients, updates and noise by layer were never probed; {probing if over else again}"
         )
     elif not layers.training(history):
-        found.append(
+        questions.append(
             f"updates by layer were probed only where the learning rate has decayed; to probe before the end: {afresh if over else again}"
         )
     elif layers.noise_scale(history) is None:
-        found.append(
+        questions.append(
             "the gradient noise scale needs gradients of batches of two sizes: --layout.accumulate 2, or at least 2 examples a device"
         )
     elif math.isinf(layers.noise_scale(history) or 0.0):
-        found.append(
+        questions.append(
             "the gradient noise scale is far above the batch: noise hides the gradient in these probes"
         )
     if not validation(history):
-        found.append(
+        questions.append(
             f"overfitting can't be judged: the run has no evaluation of the validation split; {_evaluated(history)}"
         )
     if history.epochs is None:
-        found.append("the run has no record of how often the data was read")
-    return found
+        questions.append("the run has no record of how often the data was read")
+    return questions
 
 
 def _evaluated(history: RunRecord) -> str:
     """The change that gives a run evaluations of validation data, of which it has none so far."""
     settings = settings_of(history)
     steps = history.steps or history.step
-    asked = settings.get("evaluation.every")
-    if history.is_finished or (asked and history.step >= asked):
+    every = settings.get("evaluation.every")
+    if history.is_finished or (every and history.step >= every):
         # The end has one wherever there is such data.
         for name, value in (("validation", "DATA"), ("validation_share", 0.05)):
             if settings.has(name) and (more := settings.change(name, value=value)):

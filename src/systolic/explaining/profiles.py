@@ -14,7 +14,6 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicE
 from systolic.core.reporter import reporter
 from systolic.core.units import plural
 from systolic.explaining.alone import devices_of, priced_alone
-from systolic.explaining.cause import Cause
 from systolic.explaining.display.text import lines, profile_remark
 from systolic.explaining.explainer import (
     ExplainProgress,
@@ -23,6 +22,7 @@ from systolic.explaining.explainer import (
     StepExplainer,
     StepExplanation,
 )
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.profiled import Beside, Key, beside, by_name, programs_of
 from systolic.forecasting.text import forecast_text
@@ -31,14 +31,14 @@ from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
 from systolic.profile.files import SUFFIXES, is_profile_file
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity
 from systolic.profile.profile import Profile
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend, common, missing, total, union
 from systolic.recipes.jobs.run import rebuild
 from systolic.report.notebook import WIDTH, screen
-from systolic.runs.devices import slice_of, slice_with
 from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.record import slice_of, slice_with
 from systolic.runs.run import JOB, Run
 from systolic.sim.simulate import simulate
 
@@ -89,12 +89,12 @@ class ProfileExplanation:
             notes=self.notes,
         )
         best = self.best
-        told = (
+        texts = (
             []
             if best is None
             else [f"the best that keeps training the same: {best.text}, {best.verdict}"]
         )
-        return screen(shown, told)
+        return screen(shown, texts)
 
     @property
     def forecast(self) -> Forecast | None:
@@ -179,8 +179,8 @@ def _step_of(folder: Path, *, trust: bool) -> RecipeStep:
 
 
 def _forecast(explainer: StepExplainer, of: RecipeStep) -> StepExplanation:
-    made, _ = explainer.forecast()
-    if made.step_seconds is None:
+    forecast, _ = explainer.forecast()
+    if forecast.step_seconds is None:
         raise RunError(
             f"its step does not fit {of.on.name} by forecast; systolic explain {of.recipe.target} --on {of.on.name} with its options finds one that does"
         )
@@ -191,15 +191,15 @@ def _forecast(explainer: StepExplainer, of: RecipeStep) -> StepExplanation:
         flags=of.flags,
         target=of.recipe.target,
         of=of,
-        forecast=made,
+        forecast=forecast,
     )
 
 
-def explain_beside(made: ProfileExplanation, against: str) -> Beside:
+def explain_beside(explanation: ProfileExplanation, against: str) -> Beside:
     """Ops of a profile beside the simulation of its program.
 
     Args:
-        made: The profile, explained.
+        explanation: The profile, explained.
         against: Path of the program's scheduled HLO; ``program``, for those that the profile holds; or ``lines``: then each
             op is priced alone, from its line.
 
@@ -208,9 +208,9 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
         OptionError: the chip is not known, or no TPU; or the program is not in the profile.
         DataError: the file is no scheduled HLO, or damaged.
     """
-    table = made.table
+    table = explanation.table
     if against == LINES:
-        on = _slice(made, devices_of(table))
+        on = _slice(explanation, devices_of(table))
         seconds, left = priced_alone(table, on)
         if not seconds:
             # A file of XProf's trace viewer holds no program.
@@ -225,29 +225,32 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
         note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels or fusions without a matmul, or were never waited for, are not priced"
         return replace(beside(table, seconds, whole=False), notes=[note])
     if against == PROGRAM:
-        return _beside_own(made)
+        return _beside_own(explanation)
     check(against)
     path = Path(against)
     module = parse(path.read_text(errors="replace"))
     program = _program(table, module.name, against)
-    on = _slice(made, max(module.num_partitions, 1))
+    on = _slice(explanation, max(module.num_partitions, 1))
     forecast = forecast_text(path, on)
     if forecast.timeline is None:
         raise OptionError(
             f"{against} has no simulated schedule on {on.name}: {forecast.rejected or 'it does not fit'}"
         )
-    found = beside(table, by_name(forecast.timeline, program), forecast.timeline.seconds)
-    return replace(found, notes=[f"simulated on {on.name}", *forecast.cautions])
+    compared = beside(table, by_name(forecast.timeline, program), forecast.timeline.seconds)
+    return replace(compared, notes=[f"simulated on {on.name}", *forecast.cautions])
 
 
-def _beside_own(made: ProfileExplanation) -> Beside:
+def _beside_own(explanation: ProfileExplanation) -> Beside:
     """Ops beside the simulation of the programs that the profile holds."""
-    table, programs = made.table, programs_of(made.table)
+    table, programs = explanation.table, programs_of(explanation.table)
     if not programs:
         raise OptionError(
             f"the profile does not hold its programs; give the program's dump, --against DUMP.txt, or --against {LINES}"
         )
-    on = _slice(made, max(devices_of(table), *(one.num_partitions for one in programs.values())))
+    on = _slice(
+        explanation,
+        max(devices_of(table), *(module.num_partitions for module in programs.values())),
+    )
     timelines = {name: simulate(module, on) for name, module in programs.items()}
     seconds: dict[Key, float] = {}
     for name, timeline in timelines.items():
@@ -279,11 +282,11 @@ def _program(table: ProfileTable, name: str, path: str) -> str:
     )
 
 
-def _slice(made: ProfileExplanation, number: int) -> Slice:
-    chip = made.profile.ceilings.chip
+def _slice(explanation: ProfileExplanation, number: int) -> Slice:
+    chip = explanation.profile.ceilings.chip
     if chip is None:
         raise OptionError(
-            f"the simulator needs the chip, and the profile does not name it (it says {made.figures['device']}); add --chip tpu7x"
+            f"the simulator needs the chip, and the profile does not name it (it says {explanation.figures['device']}); add --chip tpu7x"
         )
     if chip.kind is not ChipKind.tpu:
         raise OptionError(
@@ -296,10 +299,10 @@ def is_profile(path: Path) -> bool:
     """Whether it is a profile's file or a directory with one; a directory of runs has theirs, none of its own."""
     if not path.is_dir():
         return is_profile_file(path)
-    found = next((one for one in path.rglob("*") if one.name.endswith(SUFFIXES)), None)
-    if found is None or (path / JOB).is_file():
+    file = next((file for file in path.rglob("*") if file.name.endswith(SUFFIXES)), None)
+    if file is None or (path / JOB).is_file():
         return False
-    below = [folder for folder in found.parents if path in folder.parents]
+    below = [folder for folder in file.parents if path in folder.parents]
     return not any((folder / JOB).is_file() for folder in below)
 
 
@@ -334,18 +337,18 @@ def figures(profile: Profile) -> dict[str, Any]:
     """
     devices = profile.devices
     by: dict[Activity, float] = defaultdict(float)
-    for one in devices:
-        for op in one.ops:
-            by[op.kind] += op.seconds / one.seconds / len(devices)
-    steps = sorted(((one.seconds, one.trace.device) for one in devices), reverse=True)
+    for device in devices:
+        for op in device.ops:
+            by[op.kind] += op.seconds / device.seconds / len(devices)
+    steps = sorted(((device.seconds, device.trace.device) for device in devices), reverse=True)
     return {
         "device": profile.trace.kind
         or (profile.trace.device if len(devices) == 1 else profile.trace.backend.value),
         "devices": len(devices),
-        "hosts": list(dict.fromkeys(one.trace.host for one in devices)),
+        "hosts": list(dict.fromkeys(device.trace.host for device in devices)),
         "steps": len(profile.steps),
         "simulated_by": profile.trace.simulated_by,
-        "step_seconds": sum(one.seconds for one in devices) / len(devices),
+        "step_seconds": sum(device.seconds for device in devices) / len(devices),
         "slowest": {"device": steps[0][1], "step_seconds": steps[0][0]},
         "fastest": {"device": steps[-1][1], "step_seconds": steps[-1][0]},
         "beside": overlap(profile),
@@ -359,25 +362,25 @@ def overlap(profile: Profile) -> dict[str, dict[str, float]]:
 
     By kind of op, of those that have some; of several devices the mean.
     """
-    found: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     devices = profile.devices
     for kind in MOVING:
         exposed = hidden = 0.0
-        for one in devices:
-            exposed += sum(op.seconds for op in one.ops if op.kind is kind)
-            waits = union((op.raw.start, op.raw.end) for op in one.ops if op.kind is kind)
+        for device in devices:
+            exposed += sum(op.seconds for op in device.ops if op.kind is kind)
+            waits = union((op.raw.start, op.raw.end) for op in device.ops if op.kind is kind)
             flights = union(
                 (begun.start, done.end)
-                for begun, done in one.pairs
-                if one.describe(done).kind is kind
+                for begun, done in device.pairs
+                if device.describe(done).kind is kind
             )
-            hidden += total(common(flights, missing(waits, one.step)))
+            hidden += total(common(flights, missing(waits, device.step)))
         if exposed or hidden:
-            found[kind.value] = {
+            by_kind[kind.value] = {
                 "exposed_seconds": exposed / len(devices),
                 "hidden_seconds": hidden / len(devices),
             }
-    return found
+    return by_kind
 
 
 BEYOND, LONG = 1.1, 5e-6
@@ -389,10 +392,10 @@ def _beyond(profile: Profile) -> list[str]:
     if profile.trace.peak_bytes is not None:  # the file has the peaks of its own chip
         return []
     most: tuple[float, str, str] | None = None
-    for one in profile.devices:
-        for raw in one.trace.ops:
-            op = replace(one.describe(raw), raw=raw, flight=one.flight(raw))
-            rate = one.rate(op) if op.flight >= LONG else None
+    for device in profile.devices:
+        for raw in device.trace.ops:
+            op = replace(device.describe(raw), raw=raw, flight=device.flight(raw))
+            rate = device.rate(op) if op.flight >= LONG else None
             share = None if rate is None else rate.share(op.flight)
             if (
                 rate is not None
@@ -411,15 +414,17 @@ def _beyond(profile: Profile) -> list[str]:
 def unjudged(profile: Profile) -> list[str]:
     """Questions that the profile has too little data for, a sentence each."""
     trace = profile.trace
-    found = list(trace.notes)
+    questions = list(trace.notes)
     if profile.trace.peak("bf16") is None:
-        found.append(
+        questions.append(
             f"matmuls against the peak: the profile has no peak of {trace.device}"
             + ("; name its chip: --chip tpu7x" if trace.backend is Backend.tpu else "")
         )
-    found += _beyond(profile)
+    questions += _beyond(profile)
     if not trace.loop:
-        found.append("what the host does while the device idles: no thread of it runs a program")
+        questions.append(
+            "what the host does while the device idles: no thread of it runs a program"
+        )
     if not trace.modules and trace.backend is not Backend.tpu:
-        found.append("layers and source lines: the profile was made without modules")
-    return found
+        questions.append("layers and source lines: the profile was made without modules")
+    return questions

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from systolic.core.units import duration
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, render
 from systolic.explaining.step import (
     LINKS,
+    Cause,
     OpKind,
     Step,
     StepOp,
@@ -293,10 +293,10 @@ def unfilled(step: Step) -> Iterable[Cause]:
     ]
     if not fills:
         return
-    found = {id(op): fill for op, fill in fills}
+    by_op = {id(op): fill for op, fill in fills}
 
     def note(op: StepOp) -> str:
-        text = f"{found[id(op)]:.0%} of the peak{_times(op)}, {op.name}"
+        text = f"{by_op[id(op)]:.0%} of the peak{_times(op)}, {op.name}"
         dims = [dims for dims in _matmul_dims(op) if dims]
         odd = sorted({d for shape in dims for d in shape if d >= LEAST_DIM and d % step.mxu_width})
         if dims:
@@ -320,7 +320,7 @@ def unfilled(step: Step) -> Iterable[Cause]:
             "model dims that are multiples of the matrix unit's width",
         ],
         note=note,
-        seconds=lambda op: op.seconds * (1 - found[id(op)]),
+        seconds=lambda op: op.seconds * (1 - by_op[id(op)]),
     )
 
 
@@ -611,12 +611,16 @@ def _matmul_dims(op: StepOp) -> list[tuple[int, ...]]:
     """Dims of the operands of the largest product in an op."""
     if op.place is None:
         return []
-    held, found = op.place.computation, op.place.instruction
-    if found.opcode == "fusion":
-        held = op.place.module.computations[found.called("calls") or ""]
-        inner = [one for one in held if one.opcode in ("dot", "convolution")]
+    held, product = op.place.computation, op.place.instruction
+    if product.opcode == "fusion":
+        held = op.place.module.computations[product.called("calls") or ""]
+        inner = [
+            instruction for instruction in held if instruction.opcode in ("dot", "convolution")
+        ]
         if not inner:
             return []
-        found = max(inner, key=lambda one: sum(s.elements for s in one.shape.arrays()))
-    shapes: list[Shape] = held.operand_shapes(found)
+        product = max(
+            inner, key=lambda instruction: sum(s.elements for s in instruction.shape.arrays())
+        )
+    shapes: list[Shape] = held.operand_shapes(product)
     return [tuple(shape.dims) for shape in shapes]

@@ -15,8 +15,8 @@ from systolic.core.errors import SystolicError
 from systolic.core.reporter import reporter
 from systolic.core.units import duration
 from systolic.explaining import learning
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs import time_breakdown as records
 from systolic.runs.job_record import JobRecord
 from systolic.runs.record import RunRecord, load_run
@@ -57,8 +57,8 @@ def speed(history: RunRecord) -> list[Cause]:
         probes,
         other,
     )
-    found = [cause for rule in rules if (cause := rule(history, spent, total)) is not None]
-    return sorted(found, key=lambda cause: -(cause.share or 0.0))
+    causes = [cause for rule in rules if (cause := rule(history, spent, total)) is not None]
+    return sorted(causes, key=lambda cause: -(cause.share or 0.0))
 
 
 def seconds_by_kind(history: RunRecord) -> dict[str, float]:
@@ -154,12 +154,12 @@ def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> 
     factor = math.ceil(seconds / total / (EVALUATION / 2))
     evidence = [f"{count} {'evaluation' if count == 1 else 'evaluations'} of {duration(each)}"]
     settings = settings_of(history)
-    within = [one for one in history.evals if not one.get("final")]
-    last = [one for one in history.evals if one.get("final")]
+    within = [record for record in history.evals if not record.get("final")]
+    last = [record for record in history.evals if record.get("final")]
     advice = [_rarer(history, "evaluation.every", factor)] if within else []
     name = "evaluation.batches" if within else "evaluation.final_batches"
     name = name if settings.has(name) else "evaluation.batches"
-    read = max((one.get("batches") or 0 for one in within or last), default=0)
+    read = max((record.get("batches") or 0 for record in within or last), default=0)
     if read:
         evidence[0] += f", up to {read} batches each" if count > 1 else f", {read} batches"
     if read > 1:

@@ -124,18 +124,18 @@ def _from_words(saved: _SavedForecast) -> RecipeStep:
     recipe = recipes.find(saved.target)
     parameters = inspect.signature(recipe.function).parameters
     switches = {negated(name): name for name in flat({n: p.default for n, p in parameters.items()})}
-    given: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = {}
     for word in saved.arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            given[dashed(name)] = values = [value] if equals else []
-        elif given:
+            words[dashed(name)] = values = [value] if equals else []
+        elif words:
             values.append(word)
         else:
             raise OptionError(f"{saved.target} has no argument {word}, which the file names")
-    on, step = given.pop("on", [saved.slice]), given.pop("step", [saved.step.value])
+    on, step = words.pop("on", [saved.slice]), words.pop("step", [saved.step.value])
     options: dict[str, Any] = {}
-    for name, values in given.items():
+    for name, values in words.items():
         if name in _OF_EXPLAIN:
             continue
         if name in switches:
@@ -194,15 +194,15 @@ class StepComparison:
     @property
     def alike(self) -> bool:
         """Whether both take the same time, within :data:`ALIKE`."""
-        one, two = self.forecast.step_seconds, self.against.step_seconds
-        return one is not None and two is not None and abs(one / two - 1) < ALIKE
+        mine, other = self.forecast.step_seconds, self.against.step_seconds
+        return mine is not None and other is not None and abs(mine / other - 1) < ALIKE
 
     @property
     def worth_showing(self) -> list[CauseDifference]:
         """Differences above :data:`ALIKE` of the longer step."""
         longest = max(self.forecast.step_seconds or 0.0, self.against.step_seconds or 0.0)
         least = ALIKE * longest
-        return [one for one in self.causes if abs(one.seconds - one.against_seconds) > least]
+        return [row for row in self.causes if abs(row.seconds - row.against_seconds) > least]
 
 
 def step_of_file(
@@ -237,8 +237,8 @@ def step_of_file(
 
 
 def compare(
-    one: RecipeStep,
-    two: RecipeStep,
+    of: RecipeStep,
+    other: RecipeStep,
     given: Given = NOTHING,
     names: tuple[str, str] = ("the first", "the second"),
 ) -> StepComparison:
@@ -250,9 +250,10 @@ def compare(
     Raises: as :meth:`~systolic.explaining.explainer.StepExplainer.find_causes`.
     """
     known = replace(given, strict=False)
-    first, second = (replace(step.explainer(), given=known).find_causes() for step in (one, two))
+    first, second = (replace(step.explainer(), given=known).find_causes() for step in (of, other))
     causes_by_name = [
-        {c.name: c for c in made.causes if c.seconds is not None} for made in (first, second)
+        {c.name: c for c in explanation.causes if c.seconds is not None}
+        for explanation in (first, second)
     ]
     rows = []
     for name in dict.fromkeys([*causes_by_name[0], *causes_by_name[1]]):

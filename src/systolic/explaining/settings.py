@@ -45,13 +45,13 @@ def inspecting(run: RunRecord) -> str:
     recipe = run.job.get("recipe")
     if not recipe:
         return ""
-    given = run.job.get("options") or {}
-    shared = dict(_flat(given, ""))
+    recorded = run.job.get("options") or {}
+    shared = dict(_flat(recorded, ""))
     if recipe in recipes.shipped():
         # Its types tell which options are paths, and its defaults what need not be given.
-        found = recipes.find(recipe)
-        options = located(recipes.typed(found, given), run.path, run.job.get(DIRECTORY))
-        parameters = inspect.signature(found.function).parameters
+        shipped = recipes.find(recipe)
+        options = located(recipes.typed(shipped, recorded), run.path, run.job.get(DIRECTORY))
+        parameters = inspect.signature(shipped.function).parameters
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         usual = dict(_flat(recipes.plain(defaults), ""))
         shared = dict(_flat(recipes.plain(options), ""))
@@ -82,8 +82,8 @@ class Settings:
 
     def __init__(self, options: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> None:
         settled = dict(_flat(job or {}, ""))
-        given = dict(_flat(options, ""))
-        self._flat = {n: settled.get(n) if v is None else v for n, v in given.items()}
+        chosen = dict(_flat(options, ""))
+        self._flat = {n: settled.get(n) if v is None else v for n, v in chosen.items()}
 
     def render(self, advice: Advice | str) -> str:
         """Text of advice: options as typed where the recipe has them, else their names."""
@@ -150,7 +150,7 @@ def render(advice: Advice | str, settings: Settings | None, foreign: bool = Fals
 
 def changes(advice: Iterable[str]) -> list[str]:
     """Advice that changes something: without texts that are empty, and each once."""
-    return list(dict.fromkeys(one for one in advice if one))
+    return list(dict.fromkeys(text for text in advice if text))
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ from systolic.job import Axis, Model
 from systolic.profile import Profile
 from systolic.profile import ProfiledOp as Measured
 from systolic.profile.ceilings import Rate
-from systolic.profile.kinds import COPIES, Activity
+from systolic.profile.ops import COPIES, Activity
 from systolic.profile.trace import Backend
 from systolic.sim.rates import matrix_width, rates_of
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
@@ -171,9 +171,10 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int] | None) -> Step:
     devices = profile.devices
     known = mesh or {}
     return Step(
-        seconds=sum(one.seconds for one in devices) / len(devices),
+        seconds=sum(device.seconds for device in devices) / len(devices),
         ops=_together(
-            [_measured(op, windowed, one) for one in devices for op in one.ops], len(devices)
+            [_measured(op, windowed, device) for device in devices for op in device.ops],
+            len(devices),
         ),
         mesh={axis: known[axis] for axis in MESH if axis in known},
         microbatches=int(known.get("microbatches", 0)),
@@ -207,7 +208,7 @@ def _together(ops: Sequence[StepOp], devices: int) -> list[StepOp]:
 def _summed(rates: Sequence[Rate], devices: int) -> Rate | None:
     if not rates:
         return None
-    return replace(rates[0], work=sum(one.work for one in rates) / devices)
+    return replace(rates[0], work=sum(rate.work for rate in rates) / devices)
 
 
 def _measured(op: Measured, windowed: Mapping[int, Set[str]], profile: Profile) -> StepOp:

@@ -1,4 +1,7 @@
-"""Step, the rules' input: simulated by a forecast or measured by a profile."""
+"""Step, the rules' input: simulated by a forecast or measured by a profile.
+
+Cause: the value that explanations are lists of.
+"""
 
 import enum
 import re
@@ -8,13 +11,56 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from systolic.core.units import duration
-from systolic.explaining.cause import Cause, Reached
+from systolic.core.units import duration, si
 from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.profile.ceilings import Rate
 from systolic.sim.timeline import Resource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """Work of measured ops on the unit that most of their time is bound by."""
+
+    unit: str
+    """``host link``, ``device memory``, ``matrix units``."""
+    measure: str
+    """``B`` or ``FLOP``."""
+    amount: float
+    """Bytes or FLOPs in a step."""
+    per_second: float
+    """While they were under way."""
+    share: float | None
+    """Share of the unit's peak (0 to 1); None where no peak is known."""
+
+    @property
+    def text(self) -> str:
+        """``32.2 GB at 27.1 GB/s, 42% of the peak: host link``."""
+        size = si(self.amount, self.measure)
+        text = f"{size} at {si(self.per_second, f'{self.measure}/s')}"
+        return f"{text}, {self.unit}" + ("" if self.share is None else f" at {self.share:.0%}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """Something that costs time, memory or quality, with its evidence."""
+
+    name: str
+    """``exposed-collectives``, ``dead-gradients``: stable, in kebab case."""
+    title: str
+    """One line for people."""
+    share: float | None
+    """Share of the step (0 to 1) for a cause that costs time, else ``None``."""
+    seconds: float | None
+    """Cost in seconds; ``None`` for a cause that is not about time."""
+    evidence: Sequence[str]
+    """Lines with numbers: ops, layers, source lines, steps."""
+    advice: Sequence[str]
+    """Settings to try, as typed on the command line."""
+    work: Reached | None = None
+    """Bytes and rate of a measured step's ops; None where they are not known."""
+
 
 SHOWN = 4
 """Number of places named as evidence."""
@@ -176,7 +222,7 @@ def cause_of_ops(
         share=lost / step.seconds if step.seconds else 0.0,
         seconds=lost,
         evidence=lines,
-        advice=[text for one in advice if (text := render(one, step.settings, step.foreign))],
+        advice=[text for hint in advice if (text := render(hint, step.settings, step.foreign))],
         work=reached,
     )
 
@@ -240,12 +286,12 @@ def axes_of(
 
     ``mesh`` is axis name to size, outermost first; partition ids count its devices in that order.
     """
-    found = _collective(module, computation, instruction)
+    collective = _collective(module, computation, instruction)
     sizes = tuple(mesh.values())
     total = int(np.prod(sizes)) if sizes else 0
-    if found is None or not total:
+    if collective is None or not total:
         return ()
-    groups = groups_of(found, total)
+    groups = groups_of(collective, total)
     if not groups.groups or max(max(group) for group in groups.groups) >= total:
         return ()
     places = np.array(np.unravel_index(np.array(groups.groups[0]), sizes)).T
@@ -267,6 +313,6 @@ def _collective(
         return None
     held = module.computations[name]
     return next(
-        (one for one in held if one.opcode.removesuffix("-start") in COLLECTIVES),
+        (inner for inner in held if inner.opcode.removesuffix("-start") in COLLECTIVES),
         None,
     )

@@ -107,8 +107,8 @@ def folder() -> Path:
 
 def names() -> list[str]:
     """Names of the user's calibrations, in order."""
-    found = folder()
-    return sorted(path.stem for path in found.glob(f"*{SUFFIX}")) if found.is_dir() else []
+    directory = folder()
+    return sorted(path.stem for path in directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
 
 
 def check_name(name: str) -> None:
@@ -167,7 +167,7 @@ def load(name: str | Path) -> CalibrationRecord:
 
 
 def calibration_for(
-    given: "Calibration | str | Path | None", on: Sequence[Slice]
+    named: "Calibration | str | Path | None", on: Sequence[Slice]
 ) -> Calibration | None:
     """The calibration that a user names, for slices of its generation.
 
@@ -176,12 +176,12 @@ def calibration_for(
         DataError: its file is damaged.
         OptionError: it is of another generation than a slice.
     """
-    if given is None or given == "":
+    if named is None or named == "":
         return None
-    found = given if isinstance(given, Calibration) else load(given).calibration
-    for one in on:
-        check_chip(found, one)
-    return found
+    calibration = named if isinstance(named, Calibration) else load(named).calibration
+    for place in on:
+        check_chip(calibration, place)
+    return calibration
 
 
 def given_with(
@@ -195,7 +195,7 @@ def given_with(
     return replace(given(trips, costs), calibration=calibration_for(calibration, [on]))
 
 
-def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
+def told_of_step(timeline: Timeline, low: float, high: float | None) -> list[str]:
     """A line on a step's calibration: of which chip and date, what it corrects, and the range that this gives; none without one.
 
     Args:
@@ -212,24 +212,26 @@ def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
         for kind in sorted(seconds, key=lambda kind: -seconds[kind])
         if seconds[kind] >= 5e-4 * step
     ]
-    made = _name(of)
+    name = _name(of)
     if not parts:
-        return [f"{made} has no kind of op that this step spends time in: nothing is corrected"]
+        return [f"{name} has no kind of op that this step spends time in: nothing is corrected"]
     share = sum(seconds.values()) / step if step else 0.0
     most = "no upper end" if high is None else duration(high)
     return [
-        f"{share:.0%} of the step is corrected by {made}: {', '.join(parts)}; the step takes {duration(low)} to {most}"
+        f"{share:.0%} of the step is corrected by {name}: {', '.join(parts)}; the step takes {duration(low)} to {most}"
     ]
 
 
 def told_of_steps(timelines: Sequence[Timeline]) -> list[str]:
-    """A line on the calibration of several steps, in place of :func:`told` of each; none without one."""
+    """A line on the calibration of several steps, in place of :func:`told_of_step` of each; none without one."""
     shares = [
-        sum(corrected_seconds(one).values()) / one.seconds
-        for one in timelines
-        if one.calibration is not None and one.seconds
+        sum(corrected_seconds(timeline).values()) / timeline.seconds
+        for timeline in timelines
+        if timeline.calibration is not None and timeline.seconds
     ]
-    of = next((one.calibration for one in timelines if one.calibration is not None), None)
+    of = next(
+        (timeline.calibration for timeline in timelines if timeline.calibration is not None), None
+    )
     if of is None or not shares:
         return []
     if max(shares) < 5e-4:
@@ -245,7 +247,7 @@ def _name(of: Calibration) -> str:
 
 def _factor_text(kind: CostKind, factor: Factor) -> str:
     if kind is CostKind.host:
-        low, value, high = (f"{one / 1e9:.3g}" for one in (factor.low, factor.value, factor.high))
+        low, value, high = (f"{rate / 1e9:.3g}" for rate in (factor.low, factor.value, factor.high))
         return f"{kind.value} at {value} GB/s ({low} to {high})"
     spread = f" ({factor.low:.2f} to {factor.high:.2f})" if factor.has_spread else ""
     few = "" if factor.has_spread else f" by {plural(factor.works, 'shape')} only"
@@ -265,15 +267,15 @@ def _missing(name: str, path: Path) -> str:
 def _record(value: Mapping[str, Any]) -> CalibrationRecord:
     sources = tuple(
         ProfileSource(
-            file=str(one["file"]),
-            devices=int(one["devices"]),
-            programs={str(name): float(runs) for name, runs in one["programs"].items()},
-            priced_by=str(one["priced_by"]),
-            matched_seconds=float(one["matched_seconds"]),
-            total_seconds=float(one["total_seconds"]),
-            not_matched={str(k): float(v) for k, v in one["not_matched_seconds"].items()},
+            file=str(source["file"]),
+            devices=int(source["devices"]),
+            programs={str(name): float(runs) for name, runs in source["programs"].items()},
+            priced_by=str(source["priced_by"]),
+            matched_seconds=float(source["matched_seconds"]),
+            total_seconds=float(source["total_seconds"]),
+            not_matched={str(k): float(v) for k, v in source["not_matched_seconds"].items()},
         )
-        for one in value["sources"]
+        for source in value["sources"]
     )
     factors = {
         CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
@@ -302,7 +304,7 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
 
 
 def _factor(kind: CostKind, entry: Mapping[str, Any]) -> Factor:
-    made = Factor(
+    factor = Factor(
         value=float(entry[value_name(kind)]),
         low=float(entry["p10"]),
         high=float(entry["p90"]),
@@ -310,10 +312,13 @@ def _factor(kind: CostKind, entry: Mapping[str, Any]) -> Factor:
         works=int(entry["shapes"]),
         seconds=float(entry["seconds"]),
     )
-    numbers = (made.value, made.low, made.high)
-    if not all(math.isfinite(one) and one > 0 for one in numbers) or made.low > made.high:
+    numbers = (factor.value, factor.low, factor.high)
+    if (
+        not all(math.isfinite(number) and number > 0 for number in numbers)
+        or factor.low > factor.high
+    ):
         raise ValueError(f"{kind.value} is {entry}; its numbers are above 0, p10 below p90")
     least, most = BOUNDS
-    if kind is not CostKind.host and not least <= made.value <= most:
-        raise ValueError(f"{kind.value} is {made.value:g}, outside of {least:g} to {most:g}")
-    return made
+    if kind is not CostKind.host and not least <= factor.value <= most:
+        raise ValueError(f"{kind.value} is {factor.value:g}, outside of {least:g} to {most:g}")
+    return factor

@@ -64,11 +64,11 @@ class CallSchedule:
     @property
     def own(self) -> Mapping[int, int]:
         """Calls of the busiest device, by program."""
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for call, _ in self.calls:
             if self.device in call.devices:
-                found[call.program] = found.get(call.program, 0) + 1
-        return found
+                counts[call.program] = counts.get(call.program, 0) + 1
+        return counts
 
 
 def calls_of(
@@ -99,9 +99,11 @@ def schedule(calls: Sequence[DeviceCall]) -> CallSchedule:
         for call in calls:
             begin = max((free.get(device, 0.0) for device in call.devices), default=0.0)
             for place, back in call.after:
-                made = ends[-back] if back and len(ends) >= back else now if not back else []
-                if place < len(made):
-                    begin = max(begin, made[place])
+                earlier_ends = (
+                    ends[-back] if back and len(ends) >= back else now if not back else []
+                )
+                if place < len(earlier_ends):
+                    begin = max(begin, earlier_ends[place])
             begins.append(begin)
             now.append(begin + call.seconds)
             free.update(dict.fromkeys(call.devices, now[-1]))
@@ -152,7 +154,7 @@ class StepPart:
     timeline: Timeline | None
     """None of a program that the compiler refused."""
     memory: MemoryMap
-    told: bool
+    is_compiled_memory: bool
     """Whether the memory is the compiler's figure."""
 
     @property
@@ -216,30 +218,32 @@ def given_apart(given: Given, names: Sequence[str], modules: Sequence[Module]) -
         return [given] * len(modules)
     loops = [_names(module, loops=True) for module in modules]
     others = [_names(module, loops=False) for module in modules]
-    found = []
+    by_program = []
     for at, name in enumerate(names):
         trips = _own(given.trips, at, name, names, loops)
-        found.append(replace(given, trips=trips, costs=_own(given.costs, at, name, names, others)))
-    return found
+        by_program.append(
+            replace(given, trips=trips, costs=_own(given.costs, at, name, names, others))
+        )
+    return by_program
 
 
 def _own(
-    given: Mapping[str, float],
+    numbers: Mapping[str, float],
     at: int,
     name: str,
     names: Sequence[str],
     known: Sequence[frozenset[str]],
 ) -> dict[str, float]:
     """Numbers of one program; a name that none of them has stays with each, which refuses it."""
-    found = {}
-    for word, number in given.items():
+    own = {}
+    for word, number in numbers.items():
         program, _, rest = word.partition("/")
         if program in names and rest:
             if program == name:
-                found[rest] = number
-        elif word in known[at] or not any(word in one for one in known):
-            found[word] = number
-    return found
+                own[rest] = number
+        elif word in known[at] or not any(word in words for words in known):
+            own[word] = number
+    return own
 
 
 def _names(module: Module, *, loops: bool) -> frozenset[str]:
@@ -280,14 +284,17 @@ def forecast_parts(
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
     moved = _moves(answer.get("moves") or {}, on)
-    rare = [_part(captured, one, on, replace(given, strict=False)) for one in answer["periodic"]]
+    rare = [
+        _part(captured, facts, on, replace(given, strict=False)) for facts in answer["periodic"]
+    ]
     beside = [
-        _part(captured, one, on, replace(given, strict=False)) for one in answer.get("beside", ())
+        _part(captured, facts, on, replace(given, strict=False))
+        for facts in answer.get("beside", ())
     ]
     largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
     busiest = [part for part in parts if plan.device in part.devices]
     main = max(busiest, key=lambda part: part.calls * part.seconds)
-    made = assemble(
+    forecast = assemble(
         module=main.module,
         timeline=_with_moves(_sum(parts, plan), moved),
         memory=largest.memory,
@@ -296,14 +303,14 @@ def forecast_parts(
         on=on,
         compiler={
             **answer["versions"],
-            "seconds": round(sum(sum(one.facts["seconds"].values()) for one in parts), 3),
+            "seconds": round(sum(sum(part.facts["seconds"].values()) for part in parts), 3),
             "cached": False,
             "flags": answer["flags"].split(),
         },
-        memory_origin=Origin.compiled if largest.told else Origin.simulated,
+        memory_origin=Origin.compiled if largest.is_compiled_memory else Origin.simulated,
     )
-    made = replace(
-        made,
+    forecast = replace(
+        forecast,
         compiled_for=on.chip.name,
         cautions=(
             *answer["cautions"],
@@ -311,12 +318,12 @@ def forecast_parts(
             *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
-            *made.cautions,
+            *forecast.cautions,
         ),
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    return _checked(made, [*parts, *rare], beside, on)
+    return _checked(forecast, [*parts, *rare], beside, on)
 
 
 def _name(parts: Sequence[StepPart]) -> str:
@@ -327,7 +334,7 @@ def _name(parts: Sequence[StepPart]) -> str:
 
 
 def _checked(
-    made: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
+    forecast: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
 ) -> Forecast:
     """The forecast, refused where a program or what is held beside it needs more memory than a device has.
 
@@ -338,7 +345,7 @@ def _checked(
     if any(part.timeline is None or part.memory.peak_bytes > have for part in parts):
         large = []
     if large:
-        made = replace(made, cautions=(*map(_of_large, large), *made.cautions))
+        forecast = replace(forecast, cautions=(*map(_of_large, large), *forecast.cautions))
     parts = [*parts, *large]
     refusals = [part for part in parts if part.timeline is None]
     worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
@@ -355,8 +362,8 @@ def _checked(
         )
         remedy = "shard or drop the arrays that lie on a device which the step does not use"
     if refusals or memory.peak_bytes > have:
-        return refused(replace(made, memory=memory), memory, have, remedy)
-    return made
+        return refused(replace(forecast, memory=memory), memory, have, remedy)
+    return forecast
 
 
 def _of_large(part: StepPart) -> str:
@@ -375,17 +382,17 @@ def _part(
     module = module or _module(captured, facts)
     places = [tuple(place) for place in facts["places"]]
     usage = path.with_name(f"{path.name}.{USAGE}")
-    told = used_bytes(usage.read_text()) if usage.exists() else None
+    peak_bytes = used_bytes(usage.read_text()) if usage.exists() else None
     timeline = None
     if not facts["refused"]:
         timeline = simulate(module, on, places, flags=captured.answer["flags"].split(), given=given)
-    arrays = [_array(**one) for one in captured.answer["held"] if one["memory"] == "device"]
+    arrays = [_array(**array) for array in captured.answer["held"] if array["memory"] == "device"]
     return StepPart(
         facts=facts,
         module=module,
         timeline=timeline,
-        memory=with_held(memory_map(module, told), arrays, facts["held"]["bytes"]),
-        told=told is not None,
+        memory=with_held(memory_map(module, peak_bytes), arrays, facts["held"]["bytes"]),
+        is_compiled_memory=peak_bytes is not None,
     )
 
 
@@ -428,16 +435,16 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
             )
         )
         start += seconds
-    notes = dict.fromkeys(note for one in timelines for note in one.notes)
+    notes = dict.fromkeys(note for timeline in timelines for note in timeline.notes)
     return Timeline(
         origin=Origin.simulated,
         seconds=plan.seconds,
         spans=(*spans, *_beside(parts, plan)),
         notes=tuple(notes),
-        incomplete=tuple(gap for one in timelines for gap in one.incomplete),
+        incomplete=tuple(gap for timeline in timelines for gap in timeline.incomplete),
         calibration=timelines[0].calibration if timelines else None,
-        given=tuple(line for one in timelines for line in one.given),
-        turn_seconds=max((one.turn_seconds for one in timelines), default=0.0),
+        given=tuple(line for timeline in timelines for line in timeline.given),
+        turn_seconds=max((timeline.turn_seconds for timeline in timelines), default=0.0),
     )
 
 
@@ -517,14 +524,14 @@ def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
 
 def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
     """FLOPs of a device, the mean over all of the slice: a program may run on some of them."""
-    found: dict[str, float] = {}
+    flops_by_format: dict[str, float] = {}
     for part in parts:
         if part.timeline is None:
             continue
         share = part.calls * part.copies * len(part.devices) / on.num_devices
         for name, flops in part.timeline.flops_by_format.items():
-            found[name] = found.get(name, 0.0) + share * flops
-    return {"hardware_flops": sum(found.values()), "flops_by_format": found}
+            flops_by_format[name] = flops_by_format.get(name, 0.0) + share * flops
+    return {"hardware_flops": sum(flops_by_format.values()), "flops_by_format": flops_by_format}
 
 
 def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str]:
@@ -547,7 +554,7 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
             f"memory is that of the program of the step with the largest need; what the other calls keep for theirs is in the line {HELD!r}"
         )
     if others := answer["others"]:
-        named = [f"{one['name']} ({one['calls']})" for one in others[:MOST_OTHERS]]
+        named = [f"{other['name']} ({other['calls']})" for other in others[:MOST_OTHERS]]
         more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
         notes.append(
             f"other jitted functions that it called, and how often: {', '.join(named)}{more}; --step NAME takes another for the step"
@@ -564,14 +571,14 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
         )
-    if not max(parts, key=lambda part: part.memory.peak_bytes).told:
+    if not max(parts, key=lambda part: part.memory.peak_bytes).is_compiled_memory:
         notes.append(FROM_SCHEDULE)
     return [*notes, ZEROS]
 
 
 def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[str]:
     """Devices that the step leaves out, and calls that wait for each other."""
-    found = []
+    cautions = []
     used = frozenset[Device]().union(*(part.devices for part in parts))
     copies = min(part.copies for part in parts)
     num_used = copies * len(used)
@@ -583,31 +590,31 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             if len(used) == each
             else "; shard its arguments over a mesh of jax.devices() to use all"
         )
-        found.append(
+        cautions.append(
             f"the step runs on {of_all} of one host: each of the {copies} processes runs it on its own, and what they send each other is none of it; the time is that of one, the FLOPs and the bill are of all{use}"
         )
     elif len(used) == 1 < on.num_devices:
         names = " and ".join(part.facts["name"] for part in parts)
-        found.append(
+        cautions.append(
             f"{names} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: shard its arguments over a mesh of jax.devices() to use all"
         )
     elif num_used < on.num_devices:
         chips = len({(*place[:3], place[4]) for place in used})
-        found.append(
+        cautions.append(
             f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and the bill is for all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"
         )
     else:
-        found += [
+        cautions += [
             f"{part.facts['name']} runs on one of the {on.num_devices} devices of {on.name}: shard its arguments over a mesh of jax.devices() to use all"
             for part in parts
             if len(part.devices) == 1 < on.num_devices and not _all_single(parts)
         ]
     waiting = plan.seconds - plan.busy
     if waiting > WAITS * plan.seconds:
-        found.append(
+        cautions.append(
             f"calls of the step on different devices wait for each other's results: the busiest device computes {duration(plan.busy)} of {duration(plan.seconds)}"
         )
-    return found
+    return cautions
 
 
 def _left_out(part: StepPart) -> str:
@@ -617,8 +624,15 @@ def _left_out(part: StepPart) -> str:
     """
     if part.timeline is None or part.timeline.incomplete:
         return ""
-    held = [one for computation in part.module.computations.values() for one in computation]
-    if any(one.opcode == "conditional" or _KERNEL.search(one.op_name) for one in held):
+    held = [
+        instruction
+        for computation in part.module.computations.values()
+        for instruction in computation
+    ]
+    if any(
+        instruction.opcode == "conditional" or _KERNEL.search(instruction.op_name)
+        for instruction in held
+    ):
         return ""
     executed = len(part.facts["places"]) * sum(
         times * (span.flops + span.vector_flops + span.padding_flops)
@@ -648,13 +662,13 @@ def _periodic(part: StepPart) -> dict[str, Any]:
 
 def _of_some_steps(part: StepPart) -> str:
     """The line of a program that comes with some steps alone."""
-    found = _periodic(part)
-    calls, every = found["calls"], found["every_steps"]
+    program = _periodic(part)
+    calls, every = program["calls"], program["every_steps"]
     times = "" if calls == 1 else f"{calls:g} calls "
-    taken = "" if found["seconds"] is None else f", {duration(found['seconds'])}"
+    taken = "" if program["seconds"] is None else f", {duration(program['seconds'])}"
     share = (
         ""
-        if found["seconds"] is None
-        else f" ({duration(found['seconds'] / every)} a step on average)"
+        if program["seconds"] is None
+        else f" ({duration(program['seconds'] / every)} a step on average)"
     )
-    return f"{found['name']}: {times}every {every:g} steps{taken}, which the step leaves out{share}; its memory counts"
+    return f"{program['name']}: {times}every {every:g} steps{taken}, which the step leaves out{share}; its memory counts"

@@ -11,10 +11,10 @@ SHOWN = 3
 
 def cautions_of(timeline: Timeline) -> list[str]:
     """A note for each kind of incomplete part with how to give what is missing, and one for what was given."""
-    found = [_note(part, held) for part in GapKind if (held := _of(timeline, part))]
+    cautions = [_note(part, held) for part in GapKind if (held := _of(timeline, part))]
     if timeline.given:
-        found.append(f"given by you: {'; '.join(timeline.given)}")
-    return found
+        cautions.append(f"given by you: {'; '.join(timeline.given)}")
+    return cautions
 
 
 Range = tuple[float, float | None, str]
@@ -47,51 +47,51 @@ def summary(parts: Sequence[Incomplete]) -> str:
         GapKind.branch: "branch{} on data",
         GapKind.kernel: "kernel{} of unknown work",
     }
-    found = []
+    phrases = []
     for part in GapKind:
-        if number := sum(one.part is part for one in parts):
+        if number := sum(gap.part is part for gap in parts):
             several = "es" if part is GapKind.branch else "s"
             noun = names.get(part, f"{part.value}{{}}").format("" if number == 1 else several)
-            found.append(f"{number} {noun}")
-    return ", ".join(found)
+            phrases.append(f"{number} {noun}")
+    return ", ".join(phrases)
 
 
 def _of(timeline: Timeline, part: GapKind) -> list[Incomplete]:
-    return [one for one in timeline.incomplete if one.part is part]
+    return [gap for gap in timeline.incomplete if gap.part is part]
 
 
 def _note(part: GapKind, held: Sequence[Incomplete]) -> str:
     if part is GapKind.loop:
-        named = _listed([f"{one.name}{_at(one)} {one.how}" for one in held])
+        named = _listed([f"{gap.name}{_at(gap)} {gap.how}" for gap in held])
         first, most = held[0].name, held[0].trips.most
         number = 100 if most is None else min(most, 100)
         return f'trips that the program leaves open: {named}; give them with --trips {first}={number}, in Python trips={{"{first}": {number}}}'
     if part is GapKind.branch:
-        named = _listed([f"{one.name}{_at(one)} {one.how}" for one in held])
+        named = _listed([f"{gap.name}{_at(gap)} {gap.how}" for gap in held])
         return f"branches that data decides: {named}; the time is with the longest, the range goes down to the shortest"
     labels: dict[str, list[Incomplete]] = {}
-    for one in held:
-        labels.setdefault(one.label or one.name, []).append(one)
+    for gap in held:
+        labels.setdefault(gap.label or gap.name, []).append(gap)
     named = _listed(
         [
-            f"{f'{len(ones)} of ' if len(ones) > 1 else ''}{label}{_at(ones[0])}"
-            for label, ones in labels.items()
+            f"{f'{len(gaps)} of ' if len(gaps) > 1 else ''}{label}{_at(gaps[0])}"
+            for label, gaps in labels.items()
         ]
     )
     first = next(iter(labels))
     word = {GapKind.kernel: "kernels", GapKind.call: "custom calls", GapKind.callback: "callbacks"}[
         part
     ]
-    how = " or ".join(sorted({one.how for one in held}))
+    how = " or ".join(sorted({gap.how for gap in held}))
     return f'{word} of unknown time: {named}: {how}; give the time of a call with --cost {first}=1ms, in Python costs={{"{first}": 1e-3}}'
 
 
-def _at(one: Incomplete) -> str:
+def _at(gap: Incomplete) -> str:
     """The line of source, without folders, else the end of the name in the model."""
-    file, _, line = one.source.rpartition("/")[2].rpartition(":")
+    file, _, line = gap.source.rpartition("/")[2].rpartition(":")
     # A function of the main program comes without its file.
     place = f"line {line}" if file.startswith("<") else f"{file}:{line}"
-    place = place if one.source else "/".join(one.op_name.split("/")[-3:])
+    place = place if gap.source else "/".join(gap.op_name.split("/")[-3:])
     return f" ({place})" if place else ""
 
 

@@ -68,7 +68,7 @@ class ForecastChanges:
 
     def to_json(self) -> dict[str, Any]:
         """Figures as ``against``; ops that changed as ``against_ops``, where two dumps are compared."""
-        record: dict[str, Any] = {"against": [one.to_json() for one in self.figures]}
+        record: dict[str, Any] = {"against": [figure.to_json() for figure in self.figures]}
         if self.ops:
             rows = changed_ops(self.ops, self.step_seconds)
             record["against_ops"] = [row.to_json() for row in rows]
@@ -100,7 +100,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
     """Compares the JSON of two forecasts: step, memory, money, resources, places."""
-    found = [
+    changes = [
         _change("", "step", before, after, ("step_seconds",), "s"),
         _change("", "MFU", before, after, ("mfu",), "share"),
         _change("", "tokens/s", before, after, ("tokens_per_second",), ""),
@@ -111,12 +111,12 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureC
         _change("", "per million examples", before, after, ("usd_per_million_examples",), "$"),
         _change("", "per million calls", before, after, ("usd_per_million_calls",), "$"),
     ]
-    found = [change for change in found if (change.before, change.after) != (None, None)]
+    changes = [change for change in changes if (change.before, change.after) != (None, None)]
     old, new = before["hbm"].get("by_kind") or {}, after["hbm"].get("by_kind") or {}
-    found += _table("memory", old, new, "B", 0.0)
+    changes += _table("memory", old, new, "B", 0.0)
     steps = [record.get("step_seconds") or 0.0 for record in (before, after)]
     least = SAME * max(steps)
-    found += _table(
+    changes += _table(
         "time by resource", before["time_by_resource"], after["time_by_resource"], "s", least
     )
     old, new = before.get("time_by_layer") or {}, after.get("time_by_layer") or {}
@@ -124,8 +124,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureC
         names = roll_up(
             {name: old.get(name, 0.0) + new.get(name, 0.0) for name in {**old, **new}}, ROWS
         )
-        found += _table("time by layer", _summed(old, names), _summed(new, names), "s", least)
-    return found
+        changes += _table("time by layer", _summed(old, names), _summed(new, names), "s", least)
+    return changes
 
 
 def _change(
@@ -164,7 +164,7 @@ def _table(
 
 
 def _summed(seconds: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for path, spent in seconds.items():
-        found[names[path]] = found.get(names[path], 0.0) + spent
-    return found
+        sums[names[path]] = sums.get(names[path], 0.0) + spent
+    return sums

@@ -102,10 +102,10 @@ def by_place(timeline: Timeline, rows: int = 12) -> list[OpCost]:
 
 def seconds_by_place(timeline: Timeline) -> dict[str, float]:
     """Seconds of the core by full path; sums to the step less its gaps."""
-    found: defaultdict[str, float] = defaultdict(float)
+    seconds: defaultdict[str, float] = defaultdict(float)
     for span, times in core(timeline):
-        found[place_of(span)] += span.seconds * times
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+        seconds[place_of(span)] += span.seconds * times
+    return dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
 
 
 def core(timeline: Timeline) -> Iterable[tuple[Span, float]]:
@@ -153,27 +153,27 @@ def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[OpCost]:
     groups: dict[str, list[tuple[Span, float]]] = defaultdict(list)
     for span, times in core(timeline):
         groups[key(span)].append((span, times))
-    return sorted((_cost(name, found) for name, found in groups.items()), key=lambda c: -c.seconds)
+    return sorted((_cost(name, spans) for name, spans in groups.items()), key=lambda c: -c.seconds)
 
 
-def _cost(name: str, found: Sequence[tuple[Span, float]]) -> OpCost:
+def _cost(name: str, spans: Sequence[tuple[Span, float]]) -> OpCost:
     seconds: defaultdict[Resource, float] = defaultdict(float)
     sources: defaultdict[str, float] = defaultdict(float)
-    for span, times in found:
+    for span, times in spans:
         seconds[span.resource] += span.seconds * times
         sources[span.source] += span.seconds * times
-    largest = max(found, key=lambda pair: pair[0].seconds * pair[1])[0]
+    largest = max(spans, key=lambda pair: pair[0].seconds * pair[1])[0]
     named = {source: spent for source, spent in sources.items() if source}
     return OpCost(
         name=name,
         seconds=sum(seconds.values()),
-        runs=round(sum(times for _, times in found)),
+        runs=round(sum(times for _, times in spans)),
         resource=max(seconds, key=lambda r: seconds[r]),
         place=place_of(largest),
         source=max(named, key=lambda s: named[s], default=""),
-        flops=sum(span.flops * times for span, times in found),
-        bytes=sum(span.bytes * times for span, times in found),
-        priced_by=tuple(sorted({span.price_source for span, _ in found if span.priced_by})),
+        flops=sum(span.flops * times for span, times in spans),
+        bytes=sum(span.bytes * times for span, times in spans),
+        priced_by=tuple(sorted({span.price_source for span, _ in spans if span.priced_by})),
         opcode=largest.opcode,
     )
 
@@ -195,36 +195,36 @@ class Windowed:
 
 def names(module: Module) -> Set[str]:
     """Op names of the matmuls that the partitioner has windowed: the permutes that it made bear their names."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for computation in module.computations.values():
         for instruction in computation:
             if instruction.opcode in ("collective-permute", "collective-permute-start"):
                 name = instruction.op_name
                 if name.rpartition("/")[2] == "dot_general":
-                    found[name] += 1
-    return {name for name, number in found.items() if number >= LEAST}
+                    counts[name] += 1
+    return {name for name, number in counts.items() if number >= LEAST}
 
 
 def windowed(module: Module, timeline: Timeline) -> Windowed | None:
     """The windowed einsums of a simulated step; None where it has none."""
-    found = names(module)
-    if not found:
+    einsums = names(module)
+    if not einsums:
         return None
     bearing = {
         instruction.name
         for computation in module.computations.values()
         for instruction in computation
-        if named(module, computation, instruction).op_name in found
+        if named(module, computation, instruction).op_name in einsums
     }
     seconds = sum(
         span.seconds * times
         for span, times in timeline.leaves()
         if span.lane == "core" and span.name in bearing
     )
-    return Windowed(einsums=len(found), seconds=seconds)
+    return Windowed(einsums=len(einsums), seconds=seconds)
 
 
-def note_of(found: Windowed, step_seconds: float) -> str:
+def note_of(cost: Windowed, step_seconds: float) -> str:
     """One line for people."""
-    share = found.seconds / step_seconds if step_seconds else 0.0
-    return f"{found.einsums} windowed einsums take {duration(found.seconds)} ({share:.0%}); turn them off with {OFF}"
+    share = cost.seconds / step_seconds if step_seconds else 0.0
+    return f"{cost.einsums} windowed einsums take {duration(cost.seconds)} ({share:.0%}); turn them off with {OFF}"

@@ -1,4 +1,7 @@
-"""The answer, as a value and as JSON with names that other tools read."""
+"""The answer, as a value and as JSON with names that other tools read.
+
+Dollars and kilowatt-hours of a step.
+"""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -6,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.chips import Slice
+from systolic.chips import Slice, usual
 from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration
-from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
 from systolic.sim.calibration import Calibration, factors_json
@@ -22,6 +24,55 @@ from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 if TYPE_CHECKING:
     from systolic.forecasting.comparison import ForecastChanges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """Price and power of a slice; None where the catalogue has no price or no power."""
+
+    usd_per_hour: float | None
+    spot_usd_per_hour: float | None
+    committed_usd_per_hour: float | None
+    price_as_of: str
+    price_region: str
+    watts: float | None
+    """All chips, hosts and cooling not counted."""
+    watts_source: str
+    pue: float
+    """Power usage effectiveness: energy at the meter over energy of the chips."""
+
+    def usd_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
+        """Dollars on demand for so many units of work."""
+        if self.usd_per_hour is None:
+            return None
+        return self.usd_per_hour * (units / step_units * step_seconds) / 3600
+
+    def kwh_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
+        """Kilowatt-hours at the meter for so many units of work."""
+        if self.watts is None:
+            return None
+        return self.watts * self.pue * (units / step_units * step_seconds) / 3.6e6
+
+
+def bill_of(on: Slice) -> Bill:
+    """Prices and power from the catalogue, or the user's own file."""
+    prices, figures = on.usd_per_hour, on.chip.figures
+    priced = figures.get("usd_per_chip_hour.on_demand")
+    watts, of = on.power_watts, figures.get("power_watts")
+    kind = "mean in use"
+    if watts is None and on.tdp_watts is not None:
+        watts, of, kind = on.tdp_watts, figures.get("tdp_watts"), "thermal design power"
+    return Bill(
+        usd_per_hour=prices.on_demand,
+        spot_usd_per_hour=prices.spot,
+        committed_usd_per_hour=prices.committed,
+        price_as_of=priced.as_of if priced else "",
+        price_region=priced.region if priced else "",
+        watts=watts,
+        pue=usual("data_centre")["pue"].value,
+        watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",
+    )
+
 
 BILLION, MILLION = 1e9, 1e6
 LARGEST = 12
@@ -271,7 +322,7 @@ class Forecast:
             **self._costs(),
         }
         if self.periodic:
-            record["periodic"] = [dict(one) for one in self.periodic]
+            record["periodic"] = [dict(program) for program in self.periodic]
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
         if self.against is not None:
@@ -280,9 +331,9 @@ class Forecast:
 
     def _unpriced(self) -> list[dict[str, Any]]:
         """Parts that are priced incompletely, and ops of which only the bytes are known."""
-        found = [part.to_json() for part in self.incomplete]
-        named = {part["op"] for part in found}
-        return [*found, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
+        parts = [part.to_json() for part in self.incomplete]
+        named = {part["op"] for part in parts}
+        return [*parts, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
 
     def _calibration(self) -> dict[str, Any] | None:
         """The corrections, and the seconds of the step in each kind of op that they change."""
@@ -296,7 +347,7 @@ class Forecast:
             "made": of.made,
             "profiles": of.num_profiles,
             "kinds": factors_json(of),
-            "corrected_seconds": {kind.value: found for kind, found in seconds.items()},
+            "corrected_seconds": {kind.value: spent for kind, spent in seconds.items()},
         }
 
     def _hbm(self) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def forecast_function(  # noqa: PLR0913
     )
 
 
-def _flags(given: str | Sequence[str]) -> tuple[str, ...]:
-    flags = tuple(shlex.split(given) if isinstance(given, str) else given)
+def _flags(words: str | Sequence[str]) -> tuple[str, ...]:
+    flags = tuple(shlex.split(words) if isinstance(words, str) else words)
     for flag in flags:
         if not flag.startswith("--"):
             raise OptionError(f"{flag!r} is no flag of the compiler; write {FLAGS}")
@@ -164,9 +164,9 @@ def function_program(
     _check_memory(leaves, on)
     specs = [_spec_of(leaf) for leaf in leaves]
     if spread.in_specs is not None:
-        given = _leaf_specs(spread.in_specs, args, place.axes)
+        leaf_specs = _leaf_specs(spread.in_specs, args, place.axes)
         first = len(jax.tree.leaves(abstract[: len(bound)]))
-        specs[first : first + len(given)] = given
+        specs[first : first + len(leaf_specs)] = leaf_specs
     return FunctionProgram(
         content=content.content,
         name=name,
@@ -252,7 +252,7 @@ def _check_no_arrays(leaf: Any) -> None:
     if isinstance(leaf, type) or not type(leaf).__dictoffset__:
         return
     inside = jax.tree.leaves(list(vars(leaf).values()))
-    if any(isinstance(one, jax.ShapeDtypeStruct) for one in inside):
+    if any(isinstance(part, jax.ShapeDtypeStruct) for part in inside):
         kind = type(leaf).__name__
         raise OptionError(
             f"an argument is a {kind}, which holds arrays and is no pytree of JAX; register {kind} with jax.tree_util.register_dataclass or register_pytree_node"
@@ -263,8 +263,10 @@ def _check_memory(leaves: Sequence[Any], on: Slice) -> None:
     """Raises OptionError for arguments in a memory that programs of TPUs do not read."""
     import jax
 
-    placed = [one.sharding for one in leaves if isinstance(one, jax.ShapeDtypeStruct)]
-    if on.platform == "tpu" and "unpinned_host" in {one.memory_kind for one in placed if one}:
+    placed = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if on.platform == "tpu" and "unpinned_host" in {
+        sharding.memory_kind for sharding in placed if sharding
+    }:
         raise OptionError(
             "an argument is in unpinned_host memory, and programs of a TPU take device or pinned_host; give it memory_kind='pinned_host'"
         )
@@ -319,43 +321,43 @@ def _place(
     Raises:
         OptionError: the mesh has another number of devices than the slice.
     """
-    found, axes = content.meshes, _axes_of(spread.mesh)
-    given = bool(axes)
-    if given:
+    meshes, axes = content.meshes, _axes_of(spread.mesh)
+    by_user = bool(axes)
+    if by_user:
         if math.prod(axes.values()) != on.num_devices:
             raise OptionError(
                 f"the mesh ({shape_text(axes)}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; change an axis"
             )
-        same = [one for one in found if set(one.axes) == set(axes)]
+        same = [mesh for mesh in meshes if set(mesh.axes) == set(axes)]
         if same and not _devices_of(spread.mesh):
             axes = {axis: axes[axis] for axis in same[0].axes}
     else:
-        same = [one for one in found if one.size == on.num_devices]
+        same = [mesh for mesh in meshes if mesh.size == on.num_devices]
         if not in_context:
             # A mesh over one axis is often beside the one that the program is made for.
-            same.sort(key=lambda one: -sum(size > 1 for size in one.axes.values()))
+            same.sort(key=lambda mesh: -sum(size > 1 for size in mesh.axes.values()))
         axes = dict(same[0].axes) if same else {"devices": on.num_devices}
-    odd = [one for one in found if one.size > on.num_devices or not (same or given)]
-    odd = [one for one in odd if not set(one.axes) <= set(axes)]
+    odd = [mesh for mesh in meshes if mesh.size > on.num_devices or not (same or by_user)]
+    odd = [mesh for mesh in odd if not set(mesh.axes) <= set(axes)]
     if odd:
         sizes = ", ".join(f'"{axis}": …' for axis in odd[0].axes)
         raise OptionError(
             f"{name} has a mesh of {odd[0].size} device{'s' * (odd[0].size > 1)} ({odd[0]}) but {on.name} has {on.num_devices}; {_remade(odd[0], on)}, or give its sizes there as spread={{{sizes}}}"
         )
-    like = [one for one in same if one.axes == axes]
+    like = [mesh for mesh in same if mesh.axes == axes]
     ordered = _devices_of(spread.mesh)
-    ordered += [one.devices for one in like if one.devices is not None]
-    ordered += [one.devices for one in same if one.devices is not None]
+    ordered += [mesh.devices for mesh in like if mesh.devices is not None]
+    ordered += [mesh.devices for mesh in same if mesh.devices is not None]
     types = _types(same, axes)
-    plain = types is None or all(str(one).endswith("Auto") for one in types)
+    plain = types is None or all(str(axis_type).endswith("Auto") for axis_type in types)
     return _MeshPlace(
         axes=axes,
         axis_types=types,
         devices=ordered[0] if ordered and len(ordered[0]) == on.num_devices else (),
         in_context=plain
         and not content.maps_devices
-        and all(tuple(one.axes) == tuple(axes) for one in found),
-        own_mesh=given or bool(found),
+        and all(tuple(mesh.axes) == tuple(axes) for mesh in meshes),
+        own_mesh=by_user or bool(meshes),
     )
 
 
@@ -391,11 +393,11 @@ def _axes_of(mesh: Any) -> dict[str, int]:
     return {} if mesh is None else sizes
 
 
-def _types(found: Sequence[MeshFound], axes: Mapping[str, int]) -> tuple[Any, ...] | None:
+def _types(meshes: Sequence[MeshFound], axes: Mapping[str, int]) -> tuple[Any, ...] | None:
     """Types of the axes as the first mesh with the same names has them."""
-    for one in found:
-        if set(one.axes) == set(axes):
-            by_name = dict(zip(one.axes, one.axis_types, strict=True))
+    for mesh in meshes:
+        if set(mesh.axes) == set(axes):
+            by_name = dict(zip(mesh.axes, mesh.axis_types, strict=True))
             return tuple(by_name[axis] for axis in axes)
     return None
 
@@ -426,7 +428,7 @@ def _leaf_specs(in_specs: Any, args: Sequence[Any], axes: Mapping[str, int]) -> 
         raise OptionError(
             f"in_specs has {len(in_specs)} entries and the function {len(args)} positional arguments; give one for each, None for an argument that is whole on every device"
         )
-    found: list[Any] = []
+    specs: list[Any] = []
 
     def give(spec: Any, part: Any) -> None:
         if spec is not None and not isinstance(spec, PartitionSpec):
@@ -436,7 +438,7 @@ def _leaf_specs(in_specs: Any, args: Sequence[Any], axes: Mapping[str, int]) -> 
             raise OptionError(
                 f"{spec} names the axis {odd[0]}; the mesh has {', '.join(axes)}: choose one of these, or name the mesh's axes in Spread.mesh"
             )
-        found.extend([spec] * len(jax.tree.leaves(part)))
+        specs.extend([spec] * len(jax.tree.leaves(part)))
 
     def is_spec(leaf: Any) -> bool:
         return isinstance(leaf, PartitionSpec) or leaf is None
@@ -449,7 +451,7 @@ def _leaf_specs(in_specs: Any, args: Sequence[Any], axes: Mapping[str, int]) -> 
             raise OptionError(
                 f"in_specs[{number}] is not of the form of argument {number} ({reason}); give one PartitionSpec for all of it, or a tree like it"
             ) from error
-    return found
+    return specs
 
 
 def _names(entry: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.module import aliased_operand, named
 from systolic.hlo.shape import HBM
-from systolic.sim.layers import layer_of, phase_of
+from systolic.sim.timeline import layer_of, phase_of
 from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
 
 _PASSED_ON = frozenset(("bitcast", "opt-barrier", "while"))
@@ -100,16 +100,16 @@ def _tables_of_lifetimes(instruction: Instruction) -> int:
 
 def _scheduled(module: Module) -> list[Computation]:
     """The computations that run op after op: the entry, and what its loops, calls and branches hold."""
-    found, left = {module.entry.name: module.entry}, [module.entry]
+    computations, left = {module.entry.name: module.entry}, [module.entry]
     while left:
         for instruction in left.pop():
             if instruction.opcode not in ("while", "call", "conditional"):
                 continue
             for name in instruction.called_computations:
-                if name not in found:
-                    found[name] = module.computations[name]
-                    left.append(found[name])
-    return list(found.values())
+                if name not in computations:
+                    computations[name] = module.computations[name]
+                    left.append(computations[name])
+    return list(computations.values())
 
 
 @dataclass(slots=True)
@@ -117,11 +117,11 @@ class _Lifetimes:
     module: Module
     known: dict[str, Peak] = field(default_factory=dict)
 
-    def peak(self, computation: Computation, given: Mapping[Key, int] | None = None) -> Peak:
-        """Peak of a computation; ``given`` are bytes of allocations that lie in memory that is counted elsewhere."""
+    def peak(self, computation: Computation, elsewhere: Mapping[Key, int] | None = None) -> Peak:
+        """Peak of a computation; ``elsewhere`` are bytes of allocations that lie in memory that is counted elsewhere."""
         if computation.name in self.known:
             return self.known[computation.name]
-        given = given or {}
+        elsewhere = elsewhere or {}
         order = computation.instructions
         ends = _ends(computation, owners_of(self.module, computation))
         read = {key for keys in ends.values() for key in keys}
@@ -132,7 +132,7 @@ class _Lifetimes:
             over = list(ends.get(index, ()))
             for part, size in enumerate(own_bytes(self.module, instruction)):
                 key = (instruction.name, part)
-                alive[key] = max(size - given.get(key, 0), 0)
+                alive[key] = max(size - elsewhere.get(key, 0), 0)
                 now += alive[key]
                 if key not in read:
                     over.append(key)
@@ -157,7 +157,7 @@ class _Lifetimes:
         if instruction.opcode not in ("call", "conditional"):
             return Peak()
         inside = [self.peak(self.module.computations[n]) for n in instruction.called_computations]
-        return max(inside, key=lambda one: one.bytes, default=Peak())
+        return max(inside, key=lambda peak: peak.bytes, default=Peak())
 
 
 def _ends(computation: Computation, owners: Mapping[str, Owners]) -> dict[int, list[Key]]:
@@ -179,12 +179,12 @@ def _ends(computation: Computation, owners: Mapping[str, Owners]) -> dict[int, l
 def _given_by_donations(module: Module) -> dict[Key, int]:
     """Bytes of each allocation that lie in the memory of a donated argument."""
     owners = owners_of(module, module.entry)[module.entry.root.name]
-    parameters, given = module.entry.parameters, Counter[Key]()
+    parameters, donated = module.entry.parameters, Counter[Key]()
     for output, argument in module.donations.items():
         if output < len(owners) and argument < len(parameters):
             for key in owners[output]:
-                given[key] += parameters[argument].shape.bytes_in(HBM)
-    return given
+                donated[key] += parameters[argument].shape.bytes_in(HBM)
+    return donated
 
 
 def _given_by_carry(module: Module, body: Computation) -> dict[Key, int]:
@@ -200,9 +200,9 @@ def owners_of(module: Module, computation: Computation) -> dict[str, Owners]:
     """For each value, the allocations of the computation that its parts lie in."""
     owners: dict[str, Owners] = {}
     for instruction in computation:
-        made = _owners(module, computation, instruction, owners)
+        parts = _owners(module, computation, instruction, owners)
         count = len(_parts(instruction.shape))
-        owners[instruction.name] = made if len(made) == count else (_all(made),) * count
+        owners[instruction.name] = parts if len(parts) == count else (_all(parts),) * count
     return owners
 
 
@@ -213,44 +213,44 @@ def _owners(
     owners: Mapping[str, Owners],
 ) -> Owners:
     """The allocations of each part of a result, or of all parts together where they can't be told apart."""
-    given = [owners.get(name, ()) for name in instruction.operands]
+    inputs = [owners.get(name, ()) for name in instruction.operands]
     opcode = instruction.opcode
     match opcode:
         case "tuple":
-            return tuple(map(_all, given))
+            return tuple(map(_all, inputs))
         case "get-tuple-element":
-            parts = given[0] if given else ()
+            parts = inputs[0] if inputs else ()
             index = instruction.tuple_index
             return (parts[index] if index < len(parts) else _all(parts),)
         case _ if opcode in _PASSED_ON:
-            return given[0] if given else ()
+            return inputs[0] if inputs else ()
         case _ if opcode in UPDATES:
             return tuple(_all(owners.get(name, ())) for name in buffers_of(instruction))
         case _ if opcode.endswith("-done"):
-            return _of_done(computation, instruction, given)
+            return _of_done(computation, instruction, inputs)
         case "after-all" | "call" | "conditional":
-            return (_union(given),)
+            return (_union(inputs),)
     sizes = own_bytes(module, instruction)
-    made = []
+    allocations = []
     for part, size in enumerate(sizes):
         number = _operand_of(module, instruction, part)
-        if number is not None and number < len(given):
-            made.append(_all(given[number]))
+        if number is not None and number < len(inputs):
+            allocations.append(_all(inputs[number]))
         elif opcode.endswith("-start") and not size:
-            made.append(_union(given))  # the operands, which are read until the end
+            allocations.append(_union(inputs))  # the operands, which are read until the end
         else:
-            made.append(frozenset([(instruction.name, part)] if size else []))
-    return tuple(made)
+            allocations.append(frozenset([(instruction.name, part)] if size else []))
+    return tuple(allocations)
 
 
-def _of_done(computation: Computation, done: Instruction, given: Sequence[Owners]) -> Owners:
+def _of_done(computation: Computation, done: Instruction, inputs: Sequence[Owners]) -> Owners:
     """The result of an asynchronous op: the part of its start that is new."""
     start = computation.index.get(done.operands[0]) if done.operands else None
-    if start is None or not start.opcode.endswith("-start") or not given[0]:
-        return (_union(given),)
+    if start is None or not start.opcode.endswith("-start") or not inputs[0]:
+        return (_union(inputs),)
     if start.opcode == "all-reduce-start":
-        return given[0]
-    return (given[0][min(_new_part(start), len(given[0]) - 1)],)
+        return inputs[0]
+    return (inputs[0][min(_new_part(start), len(inputs[0]) - 1)],)
 
 
 def _new_part(start: Instruction) -> int:
@@ -352,8 +352,8 @@ def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     entry = module.entry
     arguments = [_argument(i) for i in entry.parameters]
     inputs = tuple(held for held in arguments if held.bytes)
-    made = [_held(module, alive) for alive in peak_of(module).held]
-    held = sorted((*inputs, *made, *_tables(module)), key=lambda h: -h.bytes)
+    at_peak = [_held(module, alive) for alive in peak_of(module).held]
+    held = sorted((*inputs, *at_peak, *_tables(module)), key=lambda h: -h.bytes)
     estimated = sum(h.bytes for h in held)
     total = peak_bytes or estimated
     by_kind: Counter[str] = Counter()
@@ -457,13 +457,13 @@ def _filled_by(
     for loop in computation:
         if loop.opcode != "while" or not loop.operands:
             continue
-        given = computation.index.get(loop.operands[0])
-        if given is None or given.opcode != "tuple" or instruction.name not in given.operands:
+        initial = computation.index.get(loop.operands[0])
+        if initial is None or initial.opcode != "tuple" or instruction.name not in initial.operands:
             continue
         body = module.computations[loop.called("body") or ""]
         if body.root.opcode != "tuple":
             return None
-        last = body.index.get(body.root.operands[given.operands.index(instruction.name)])
+        last = body.index.get(body.root.operands[initial.operands.index(instruction.name)])
         return None if last is None else named(module, body, last)
     return None
 

@@ -15,8 +15,7 @@ from typing import Any
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.module import named
-from systolic.sim.layers import layer_of, phase_of
-from systolic.sim.timeline import Span, Timeline
+from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
 SAME = 0.005
 """Share of a row's own time below which it is the same."""
@@ -151,18 +150,18 @@ def changes_of(before: tuple[Module, Timeline], after: tuple[Module, Timeline]) 
 
 
 _KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
-    lambda one: (one.kind, one.place, one.phase, one.source, one.shape),
-    lambda one: (one.kind, one.place, one.phase, one.shape),
-    lambda one: (one.kind, one.source, one.phase, one.shape),
-    lambda one: (one.kind, one.place, one.phase, one.source),
+    lambda group: (group.kind, group.place, group.phase, group.source, group.shape),
+    lambda group: (group.kind, group.place, group.phase, group.shape),
+    lambda group: (group.kind, group.source, group.phase, group.shape),
+    lambda group: (group.kind, group.place, group.phase, group.source),
 )
 """The whole key; without the line, which an edit moves; without the place, which a renamed scope or another version of
 JAX changes; without the shape, which padding changes."""
 _LAST_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
-    lambda one: (one.kind, one.source, one.shape),
-    lambda one: (one.kind, one.phase, one.shape, one.runs),
-    lambda one: (one.kind, one.phase, one.shape),
-    lambda one: (one.kind, one.place, one.phase),
+    lambda group: (group.kind, group.source, group.shape),
+    lambda group: (group.kind, group.phase, group.shape, group.runs),
+    lambda group: (group.kind, group.phase, group.shape),
+    lambda group: (group.kind, group.place, group.phase),
 )
 """Weaker keys: of as many on both sides the lines are in the same order, as after an edit that moves them and names scopes."""
 
@@ -180,18 +179,18 @@ class _Ties:
         """Ties groups without a partner that have the same key: all of them, or one by one in the order of their lines."""
         sides: list[defaultdict[Hashable, list[_OpGroup]]] = []
         for groups in self.sides:
-            found = defaultdict[Hashable, list[_OpGroup]](list)
+            keyed = defaultdict[Hashable, list[_OpGroup]](list)
             for group in groups:
                 if id(group) not in self.tied:
-                    found[key(group)].append(group)
-            sides.append(found)
+                    keyed[key(group)].append(group)
+            sides.append(keyed)
         for value, ours in sides[0].items():
             theirs = sides[1].get(value, [])
             if in_order and len(ours) == len(theirs):
-                for one, other in zip(
+                for group, other in zip(
                     sorted(ours, key=_line), sorted(theirs, key=_line), strict=True
                 ):
-                    self.tie(one, other)
+                    self.tie(group, other)
             elif theirs:
                 for other in (*ours[1:], *theirs):
                     self.tie(ours[0], other)
@@ -203,16 +202,16 @@ class _Ties:
             for other in others:
                 for part in other.parts:
                     having[part].append(other)
-            for group in [one for one in mine if id(one) not in self.tied]:
+            for group in [group for group in mine if id(group) not in self.tied]:
                 wanted = group.heavy or group.parts
                 shared = Counter(other for part in wanted for other in having[part])
-                best = max(shared, key=lambda one: (shared[one], one.seconds), default=None)
+                best = max(shared, key=lambda other: (shared[other], other.seconds), default=None)
                 if best is not None and shared[best] >= SHARED * len(wanted):
                     self.tie(group, best)
 
-    def tie(self, one: _OpGroup, other: _OpGroup) -> None:
-        self.tied |= {id(one), id(other)}
-        first, second = self.top(one), self.top(other)
+    def tie(self, group: _OpGroup, other: _OpGroup) -> None:
+        self.tied |= {id(group), id(other)}
+        first, second = self.top(group), self.top(other)
         if first is not second:
             self.above[id(second)] = first
 
@@ -223,11 +222,11 @@ class _Ties:
 
     def components(self) -> Iterable[tuple[list[_OpGroup], list[_OpGroup]]]:
         """Groups before and after of each row."""
-        found: dict[int, tuple[list[_OpGroup], list[_OpGroup]]] = {}
+        rows: dict[int, tuple[list[_OpGroup], list[_OpGroup]]] = {}
         for side, groups in enumerate(self.sides):
             for group in groups:
-                found.setdefault(id(self.top(group)), ([], []))[side].append(group)
-        return found.values()
+                rows.setdefault(id(self.top(group)), ([], []))[side].append(group)
+        return rows.values()
 
 
 def _line(group: _OpGroup) -> tuple[str, int, float]:
@@ -266,7 +265,7 @@ def _change(before: list[_OpGroup], after: list[_OpGroup], old: float, new: floa
 
 def _fused(groups: list[_OpGroup]) -> set[tuple[str, frozenset[str]]]:
     """Fusions of a row: their kinds, with the primitives inside."""
-    return {(one.kind, frozenset(primitive for _, primitive in one.parts)) for one in groups}
+    return {(group.kind, frozenset(primitive for _, primitive in group.parts)) for group in groups}
 
 
 def _names(groups: list[_OpGroup]) -> list[str]:
@@ -287,17 +286,17 @@ def _groups(module: Module, timeline: Timeline) -> list[_OpGroup]:
         for instruction in computation
     }
     reader = _OpReader(module)
-    found: dict[Hashable, _OpGroup] = {}
+    groups: dict[Hashable, _OpGroup] = {}
     for span, times in core(timeline):
         group = reader.group(span, index.get(span.name))
-        known = found.setdefault(_KEYS[0](group), group)
+        known = groups.setdefault(_KEYS[0](group), group)
         known.seconds += span.seconds * times
         known.runs += times
         if span.name not in known.names:
             known.names.append(span.name)
         known.parts |= group.parts
         known.heavy |= group.heavy
-    return list(found.values())
+    return list(groups.values())
 
 
 class _OpReader:
@@ -340,16 +339,16 @@ class _OpReader:
     ) -> tuple[str, Instruction]:
         """Kind of an op, and the instruction whose result is its shape: results of a fusion come and go beside a product."""
         held = defaultdict[str, list[Instruction]](list)
-        for one in inside:
-            held[_ASYNCHRONOUS.sub("", one.opcode)].append(one)
+        for op in inside:
+            held[_ASYNCHRONOUS.sub("", op.opcode)].append(op)
         for opcode in _HEAVY:
             if opcode in held:
-                largest = max(held[opcode], key=lambda one: one.shape.bytes)
+                largest = max(held[opcode], key=lambda op: op.shape.bytes)
                 return _kind_of_heavy(opcode, largest), largest
         if any(opcode in held for opcode in _REDUCTIONS):
             return "reduction", instruction
         own = _ASYNCHRONOUS.sub("", instruction.opcode)
-        if own in _COPIES or all(one.opcode in _CHEAP or one.opcode in _COPIES for one in inside):
+        if own in _COPIES or all(op.opcode in _CHEAP or op.opcode in _COPIES for op in inside):
             return "copy", instruction
         elementwise = own == "fusion" or _is_elementwise(instruction)
         return "elementwise" if elementwise else own, instruction
@@ -357,12 +356,14 @@ class _OpReader:
     def parts(self, inside: Sequence[Instruction]) -> tuple[frozenset[Part], frozenset[Part]]:
         """Ties of an op to others: place and primitive of its instructions, and of the heavy ones alone."""
         parts, heavy = set[Part](), set[Part]()
-        for one in inside:
-            opcode = _ASYNCHRONOUS.sub("", one.opcode)
-            if opcode in _CHEAP or not one.op_name:
+        for instruction in inside:
+            opcode = _ASYNCHRONOUS.sub("", instruction.opcode)
+            if opcode in _CHEAP or not instruction.op_name:
                 continue
-            place = layer_of(one.op_name) or short(str(self.module.source(one) or ""))
-            part = (f"{phase_of(one.op_name)} {place}", _primitive(one))
+            place = layer_of(instruction.op_name) or short(
+                str(self.module.source(instruction) or "")
+            )
+            part = (f"{phase_of(instruction.op_name)} {place}", _primitive(instruction))
             parts.add(part)
             if opcode in _HEAVY:
                 heavy.add(part)
@@ -435,8 +436,8 @@ def shape_text(instruction: Instruction) -> str:
 
 def totals(rows: Iterable[OpChange]) -> Mapping[OpFate, tuple[int, float]]:
     """Rows and seconds by change."""
-    found: dict[OpFate, tuple[int, float]] = {}
+    by_change: dict[OpFate, tuple[int, float]] = {}
     for row in rows:
-        count, seconds = found.get(row.change, (0, 0.0))
-        found[row.change] = count + 1, seconds + row.seconds
-    return found
+        count, seconds = by_change.get(row.change, (0, 0.0))
+        by_change[row.change] = count + 1, seconds + row.seconds
+    return by_change

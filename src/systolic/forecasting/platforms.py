@@ -14,8 +14,7 @@ from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.cost import bill_of
-from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
@@ -138,11 +137,11 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
         down, up = 1 - GPU_ERROR, 1 + GPU_ERROR
         text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
 
-    def range_of(one: Timeline) -> tuple[float, float, str]:
-        estimated, least, most = one.by_rule
-        rest, why = max(one.seconds - estimated, 0.0), text
+    def range_of(variant: Timeline) -> tuple[float, float, str]:
+        estimated, least, most = variant.by_rule
+        rest, why = max(variant.seconds - estimated, 0.0), text
         if estimated:
-            why += f"; {estimated / one.seconds:.0%} of it sorts, gathers, prints and their kind, which are estimated between {duration(least)} and {duration(most)}"
+            why += f"; {estimated / variant.seconds:.0%} of it sorts, gathers, prints and their kind, which are estimated between {duration(least)} and {duration(most)}"
         return rest * down + least, rest * up + most, why
 
     return ended(timeline, range_of)
@@ -158,22 +157,22 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
 def _notes(
     built: Built, on: Slice, memory: MemoryMap, have: int, report: Mapping[str, Any]
 ) -> list[str]:
-    found = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
+    notes = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
     if built is Built.stand_in:
-        found.append(
+        notes.append(
             "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
         )
         if report["flags"]:
-            found.append("compiler flags have no effect on a roofline")
+            notes.append("compiler flags have no effect on a roofline")
     if on.platform == "cpu":
-        found.append(MEASURED)
+        notes.append(MEASURED)
         if on.num_devices > 1:
-            found.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
+            notes.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
     elif have and PREALLOCATED * have < memory.peak_bytes <= have:
-        found.append(
+        notes.append(
             "XLA preallocates 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         )
-    return found
+    return notes
 
 
 def _rejected(memory: MemoryMap, have: int) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from systolic.forecasting.platforms import cpu_peaks
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES
 from systolic.profile import open_profile
-from systolic.profile.line import replica_groups
+from systolic.profile.ops import replica_groups
 from systolic.profile.table import OpRow, ProfileTable
-from systolic.runs.devices import slice_of
 from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.record import slice_of
 from systolic.runs.run import Run
 from systolic.sim.incomplete import PALLAS
 from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline
@@ -178,7 +178,7 @@ def beside(
     for row in table.ops:
         if row.program in wanted and (whole or not row.op.opcode.endswith("-start")):
             by[row.program, begun_by(row)].append(row)
-    found, alone = [], 0.0
+    ops, alone = [], 0.0
     for key, of in by.items():
         runs = programs[key[0]].runs if key[0] in programs else 1.0
         seconds = sum(_measured(row, whole=whole) for row in of) / runs
@@ -186,7 +186,7 @@ def beside(
             alone += seconds
             continue
         first = max(of, key=lambda row: row.seconds)
-        found.append(
+        ops.append(
             OpBeside(
                 program=key[0],
                 name=first.op.raw.name,
@@ -201,7 +201,7 @@ def beside(
     main = next((row for row in table.programs if row.name in wanted), None)
     return Beside(
         program=main.name if main is not None else "",
-        ops=sorted(found, key=lambda op: -abs(op.difference)),
+        ops=sorted(ops, key=lambda op: -abs(op.difference)),
         measured_alone=alone,
         simulated_alone=sum(seconds for key, seconds in simulated.items() if key not in by),
         simulated_step=step,
@@ -218,15 +218,15 @@ def _measured(row: OpRow, *, whole: bool) -> float:
 
 def by_name(timeline: Timeline, program: str) -> dict[Key, float]:
     """Seconds of the core in a simulated step of a program by the name of the instruction."""
-    found: dict[Key, float] = defaultdict(float)
+    seconds: dict[Key, float] = defaultdict(float)
     for span, times in timeline.leaves():
         if span.lane == "core":
-            found[program, span.name] += span.seconds * times
+            seconds[program, span.name] += span.seconds * times
     # Asynchronous ops that nothing waits for take none of the core's time.
     for span, _ in timeline.leaves():
         if span.lane != "core":
-            found[program, span.name] += 0.0
-    return dict(found)
+            seconds[program, span.name] += 0.0
+    return dict(seconds)
 
 
 def begun_by(row: OpRow) -> str:
@@ -266,13 +266,16 @@ def with_groups(module: Module, rows: Iterable[OpRow]) -> Module:
     """
     lines = {row.op.raw.name: replica_groups(row.op.raw.text) for row in rows}
 
-    def told(one: Instruction) -> Instruction:
-        if one.opcode.removesuffix("-start") not in COLLECTIVES or ALL not in one.rest:
-            return one
-        return replace(one, rest=one.rest.replace(ALL, lines.get(one.name) or ALONE, 1))
+    def with_group(instruction: Instruction) -> Instruction:
+        opcode, rest = instruction.opcode.removesuffix("-start"), instruction.rest
+        if opcode not in COLLECTIVES or ALL not in rest:
+            return instruction
+        group = lines.get(instruction.name) or ALONE
+        return replace(instruction, rest=rest.replace(ALL, group, 1))
 
     return replace(
-        module, computations={name: _with(held, told) for name, held in module.computations.items()}
+        module,
+        computations={name: _with(held, with_group) for name, held in module.computations.items()},
     )
 
 
@@ -289,17 +292,23 @@ def with_kernels(module: Module) -> Module:
         return module  # without kernels, or of a version whose code this one can't read
     texts = {call.name: text for call, text in zip(calls, counted, strict=True)}
 
-    def told(one: Instruction) -> Instruction:
-        return replace(one, rest=texts[one.name]) if one.name in texts else one
+    def with_work(instruction: Instruction) -> Instruction:
+        text = texts.get(instruction.name)
+        return instruction if text is None else replace(instruction, rest=text)
 
     return replace(
-        module, computations={name: _with(held, told) for name, held in module.computations.items()}
+        module,
+        computations={name: _with(held, with_work) for name, held in module.computations.items()},
     )
 
 
-def _with(held: Computation, told: Callable[[Instruction], Instruction]) -> Computation:
-    made = [told(one) for one in held]
-    return replace(held, instructions=made, index={one.name: one for one in made})
+def _with(held: Computation, change: Callable[[Instruction], Instruction]) -> Computation:
+    instructions = [change(instruction) for instruction in held]
+    return replace(
+        held,
+        instructions=instructions,
+        index={instruction.name: instruction for instruction in instructions},
+    )
 
 
 # A run beside its forecast
@@ -328,8 +337,8 @@ def traced_beside(run: Run, folder: Path) -> Beside:
         )
     on = slice_of(run)
     forecast, note = _forecast(programs[main], on, run)
-    found = beside(table, by_name(forecast, main), forecast.seconds)
-    return replace(found, notes=[note])
+    comparison = beside(table, by_name(forecast, main), forecast.seconds)
+    return replace(comparison, notes=[note])
 
 
 def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:

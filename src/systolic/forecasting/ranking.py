@@ -111,13 +111,13 @@ def rank(
     priced = all(row.usd_per_unit is not None for row in table if row.fits)
 
     def key(row: ForecastRow) -> tuple[bool, float]:
-        made = row.forecast
+        forecast = row.forecast
         if not same:  # in their order
             return not row.fits, 0.0
-        if made is None or not row.is_comparable:
+        if forecast is None or not row.is_comparable:
             return True, 0.0
         if by_time or not priced:
-            return False, -(made.units_per_second or 0.0)
+            return False, -(forecast.units_per_second or 0.0)
         return False, row.usd_per_unit or 0.0
 
     if same and not by_time and not priced:
@@ -156,22 +156,22 @@ def turns_of(part: StepPart) -> float | None:
     if not loops or part.timeline is None or part.timeline.incomplete:
         return None
     trips = _trips(part.timeline.spans)
-    found = [_turned(loop, trips) for loop in loops]
-    if any(more is None for more in found):
+    flops = [_turned(loop, trips) for loop in loops]
+    if any(more is None for more in flops):
         return None
-    return sum(more or 0.0 for more in found) - sum(map(_once, loops))
+    return sum(more or 0.0 for more in flops) - sum(map(_once, loops))
 
 
 def _trips(spans: Sequence[Span]) -> dict[str, set[float]]:
     """Trips of the loops with matmuls by their line."""
-    found: dict[str, set[float]] = defaultdict(set)
+    trips: dict[str, set[float]] = defaultdict(set)
     for span in spans:
-        if span.opcode == "while" and any(flops_of(one) for one in span.inside):
+        if span.opcode == "while" and any(flops_of(inner) for inner in span.inside):
             file, _, line = span.source.rpartition(":")
-            found[f"{Path(file).name}:{line}"].add(span.repeat)
+            trips[f"{Path(file).name}:{line}"].add(span.repeat)
         for line, numbers in _trips(span.inside).items():
-            found[line] |= numbers
-    return found
+            trips[line] |= numbers
+    return trips
 
 
 def flops_of(span: Span) -> float:
@@ -187,10 +187,12 @@ def _once(loop: Mapping[str, Any]) -> float:
 def _turned(loop: Mapping[str, Any], trips: Mapping[str, set[float]]) -> float | None:
     """FLOPs of a loop with its trips; None where a line has none, or loops of several lengths."""
     numbers = trips.get(loop["source"], set())
-    inner = [_turned(one, trips) for one in loop["loops"]]
-    if len(numbers) != 1 or any(one is None for one in inner):
+    inner = [_turned(nested, trips) for nested in loop["loops"]]
+    if len(numbers) != 1 or any(flops is None for flops in inner):
         return None
-    return loop["times"] * next(iter(numbers)) * (loop["flops"] + sum(one or 0.0 for one in inner))
+    return (
+        loop["times"] * next(iter(numbers)) * (loop["flops"] + sum(flops or 0.0 for flops in inner))
+    )
 
 
 def _scaled(

@@ -30,11 +30,10 @@ from systolic.compiling import compile as compile_program
 from systolic.core.errors import OptionError, RunError
 from systolic.core.origin import Origin
 from systolic.core.reporter import reporter
-from systolic.forecasting.calibrations import given_with, told
+from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.cost import bill_of
 from systolic.forecasting.costs import note_of, windowed
-from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
 from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
 from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
@@ -42,9 +41,8 @@ from systolic.job import Job
 from systolic.sim.calibration import Calibration
 from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import NOTHING, Costs, Given, Trips
-from systolic.sim.layers import layer_of
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Timeline
+from systolic.sim.timeline import Timeline, layer_of
 
 ALL = "all"
 """The row of all generations together."""
@@ -106,14 +104,14 @@ def interval_of(
 
 def measured_range(timeline: Timeline) -> tuple[float, float, float]:
     """Seconds of the core in kinds of op whose spread a calibration measured, and the least and most that they may be."""
-    found = [0.0, 0.0, 0.0]
+    sums = [0.0, 0.0, 0.0]
     for kind, seconds in corrected_seconds(timeline).items():
         assert timeline.calibration is not None
         ends = timeline.calibration.ends(kind)
         if ends is not None:
             for at, times in enumerate((1.0, *ends)):
-                found[at] += seconds * times
-    return found[0], found[1], found[2]
+                sums[at] += seconds * times
+    return sums[0], sums[1], sums[2]
 
 
 def range_of(
@@ -256,7 +254,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Gi
     memory = memory_map(
         module, stats.get("used_in_bytes") or stats.get("peak_memory_in_bytes") or None
     )
-    made = assemble(
+    forecast = assemble(
         module=module,
         timeline=timeline,
         memory=memory,
@@ -272,7 +270,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Gi
             "program": outcome.digest,
         },
     )
-    return replace(made, answer=outcome)
+    return replace(forecast, answer=outcome)
 
 
 def assemble(
@@ -288,7 +286,9 @@ def assemble(
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
     detail = detail_of(module)
-    low, high, text = ended(timeline, lambda one: range_of(on.chip.name, one, facts, detail))
+    low, high, text = ended(
+        timeline, lambda variant: range_of(on.chip.name, variant, facts, detail)
+    )
     return Forecast(
         recipe=name,
         on=on,
@@ -310,15 +310,15 @@ def assemble(
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),
-        cautions=[*told(timeline, low, high), *cautions_of(timeline)],
+        cautions=[*told_of_step(timeline, low, high), *cautions_of(timeline)],
         warnings=_warnings(module, timeline),
         notes=(*facts.get("notes", ()), *timeline.notes),
     )
 
 
 def _warnings(module: Module, timeline: Timeline) -> list[str]:
-    found = windowed(module, timeline)
-    return [] if found is None else [note_of(found, timeline.seconds)]
+    einsums = windowed(module, timeline)
+    return [] if einsums is None else [note_of(einsums, timeline.seconds)]
 
 
 def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Forecast:
@@ -355,9 +355,9 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
 
 def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
     """The largest buffers: from the schedule that did not fit, else as the compiler's message has them."""
-    found: list[LiveBuffer] = list(memory.buffers) if memory is not None else []
-    if not found:
-        found = [
+    buffers: list[LiveBuffer] = list(memory.buffers) if memory is not None else []
+    if not buffers:
+        buffers = [
             LiveBuffer(
                 name=b.label,
                 kind=(None if b.op.startswith("jit(") else state_of(b.op))
@@ -372,5 +372,5 @@ def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
         ]
     return [
         {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-        for b in found[:LARGEST]
+        for b in buffers[:LARGEST]
     ]

@@ -50,16 +50,21 @@ class ForecastRow:
     @property
     def is_comparable(self) -> bool:
         """Whether its time may be set against others': the step fits, and the time is no lower bound nor another chip's."""
-        made = self.forecast
-        return made is not None and made.fits and not made.is_lower_bound and not made.doubt
+        forecast = self.forecast
+        return (
+            forecast is not None
+            and forecast.fits
+            and not forecast.is_lower_bound
+            and not forecast.doubt
+        )
 
     @property
     def usd_per_unit(self) -> float | None:
         """Dollars for a token, an example or a call; None without a price or a step time."""
-        made = self.forecast
-        if made is None or made.bill.usd_per_hour is None or not made.step_seconds:
+        forecast = self.forecast
+        if forecast is None or forecast.bill.usd_per_hour is None or not forecast.step_seconds:
             return None
-        return made.bill.usd_per(1.0, made.units, made.step_seconds)
+        return forecast.bill.usd_per(1.0, forecast.units, forecast.step_seconds)
 
     def to_json(self) -> dict[str, Any]:
         """The forecast under its published names with ``settings``, or the slice with the ``problem``."""
@@ -137,7 +142,7 @@ class ForecastTable(Sequence[ForecastRow]):
         }
 
     def _index(self, row: ForecastRow | None) -> int | None:
-        return next((i for i, one in enumerate(self.rows) if one is row), None)
+        return next((i for i, other in enumerate(self.rows) if other is row), None)
 
     def to_csv(self) -> str:
         """CSV with a header: settings, then the published names of a forecast's JSON, those of groups joined by a dot."""
@@ -211,7 +216,7 @@ def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         OptionError: one is not written as NAME=VALUE,VALUE, or is given twice.
     """
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for word in vary:
         name, _, values = word.removeprefix("--").partition("=")
         listed = [value.strip() for value in values.split(",") if value.strip()]
@@ -219,10 +224,10 @@ def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
             raise OptionError(
                 f"--vary is {word!r}; it takes an option with its values: --vary layout.fsdp=4,8,16"
             )
-        if dashed(name) in found:
+        if dashed(name) in options:
             raise OptionError(f"--vary {name} is given twice; give all its values at once")
-        found[dashed(name)] = list(dict.fromkeys(listed))
-    return found
+        options[dashed(name)] = list(dict.fromkeys(listed))
+    return options
 
 
 def varied_values(vary: Mapping[str, Any] | Sequence[str] | str | None) -> dict[str, Sequence[Any]]:
@@ -233,17 +238,17 @@ def varied_values(vary: Mapping[str, Any] | Sequence[str] | str | None) -> dict[
     """
     if not isinstance(vary, Mapping):
         return {**values_of([vary] if isinstance(vary, str) else vary or [])}
-    found: dict[str, Sequence[Any]] = {}
+    options: dict[str, Sequence[Any]] = {}
     for name, values in vary.items():
         if isinstance(values, str):
-            found |= values_of([f"{name}={values}"])
+            options |= values_of([f"{name}={values}"])
         elif isinstance(values, Iterable) and not isinstance(values, Mapping):
-            found[name] = list(values)
+            options[name] = list(values)
         else:
-            found[name] = [values]
-        if not found.get(name, True):
+            options[name] = [values]
+        if not options.get(name, True):
             raise OptionError(f"vary has no value for {name}; give a list of them")
-    return found
+    return options
 
 
 def row_of(on: Slice, settings: Mapping[str, Any], make: Callable[[], Forecast]) -> ForecastRow:

@@ -95,9 +95,9 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
     _check_memory(text, path, on)
     target = _target(module, path, on)
     timeline = simulate(module, on, given=given)
-    told = _reported(path)
-    memory = memory_map(module, told)
-    made = assemble(
+    peak_bytes = _reported(path)
+    memory = memory_map(module, peak_bytes)
+    forecast = assemble(
         module=module,
         timeline=timeline,
         memory=memory,
@@ -105,31 +105,31 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
             "notes": [
                 *target.notes,
                 "devices are taken in JAX's default order",
-                *(() if told else (FROM_SCHEDULE,)),
+                *(() if peak_bytes else (FROM_SCHEDULE,)),
             ]
         },
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
-        memory_origin=Origin.compiled if told else Origin.simulated,
+        memory_origin=Origin.compiled if peak_bytes else Origin.simulated,
     )
-    made = replace(made, compiled_for=target.generation)
+    forecast = replace(forecast, compiled_for=target.generation)
     if target.doubt:
         step = f"choose a slice of {target.names}, or compile it for {on.chip.name} and dump that"
-        made = replace(
-            made,
+        forecast = replace(
+            forecast,
             origin=Origin.assumed,
             timeline=replace(timeline, origin=Origin.assumed),
             doubt=f"scheduled for {target.names}, not {on.chip.name}: the time is assumed",
-            cautions=(f"{target.doubt}: {step}", *made.cautions),
+            cautions=(f"{target.doubt}: {step}", *forecast.cautions),
         )
     have = capacity(on)
     if memory.peak_bytes <= have:
-        return made, module
-    if told or path.name.endswith(REFUSED) or _least(module) > have:
-        return refused(made, memory, have), module
+        return forecast, module
+    if peak_bytes or path.name.endswith(REFUSED) or _least(module) > have:
+        return refused(forecast, memory, have), module
     caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
-    return replace(made, cautions=(*made.cautions, caution)), module
+    return replace(forecast, cautions=(*forecast.cautions, caution)), module
 
 
 def _reported(path: Path) -> int | None:
@@ -140,7 +140,7 @@ def _reported(path: Path) -> int | None:
 
 def _least(module: Module) -> int:
     """Bytes that any compiler needs: the program's inputs."""
-    return sum(one.shape.bytes_in(HBM) for one in module.entry.parameters)
+    return sum(parameter.shape.bytes_in(HBM) for parameter in module.entry.parameters)
 
 
 def _read(path: Path, on: Slice) -> tuple[Module, str]:
@@ -173,11 +173,11 @@ def _read(path: Path, on: Slice) -> tuple[Module, str]:
     return module, text
 
 
-def refused(made: Forecast, memory: MemoryMap, have: int, remedy: str = "") -> Forecast:
+def refused(forecast: Forecast, memory: MemoryMap, have: int, remedy: str = "") -> Forecast:
     """A forecast of what needs more memory than there is; ``remedy`` is the next step, by default of a dump."""
     remedy = remedy or "compile it for more devices or a smaller batch, and dump that"
     return replace(
-        made,
+        forecast,
         fits=False,
         timeline=None,
         step_seconds=None,
@@ -231,13 +231,14 @@ def _target(module: Module, path: Path, on: Slice) -> _DumpTarget:
         DataError: by its cycles it is for a faster chip.
     """
     here = on.chip.name
-    if (found := _beside(path)) is not None:
-        file, name = found
-        told = f"scheduled for {name}, as {file} beside it says"
+    if (generation_file := _beside(path)) is not None:
+        file, name = generation_file
+        scheduled = f"scheduled for {name}, as {file} beside it says"
         if name == here:
-            return _DumpTarget(generations=(name,), notes=(f"the dump was {told}",))
+            return _DumpTarget(generations=(name,), notes=(f"the dump was {scheduled}",))
         return _DumpTarget(
-            generations=(name,), doubt=f"the dump was {told}, and is priced as if {here} ran it"
+            generations=(name,),
+            doubt=f"the dump was {scheduled}, and is priced as if {here} ran it",
         )
     taken = f"the dump does not name its chip: taken as scheduled for {here}"
     shares = _shares(module)
@@ -286,13 +287,13 @@ def _text_of(path: Path) -> str:
 
 def _shares(module: Module) -> Mapping[str, float]:
     """Best share of each TPU generation's peak, the highest up to :data:`BEYOND` first; empty without large matmuls."""
-    found = {}
+    shares = {}
     for known in chips():
         if known.slice_rule is not None and (named := named_slices(known)):
             share = _best_rate(module, named[0])
             if share is not None:
-                found[known.name] = share
-    return dict(sorted(found.items(), key=lambda item: (item[1] > BEYOND, -item[1])))
+                shares[known.name] = share
+    return dict(sorted(shares.items(), key=lambda item: (item[1] > BEYOND, -item[1])))
 
 
 def _best_rate(module: Module, on: Slice) -> float | None:

@@ -225,7 +225,7 @@ def record(
     """Adds inputs and outputs to a Bundle.
 
     Args:
-        made: The Bundle.
+        bundle: The Bundle.
         inputs: Arrays [rows, ...] by name.
         outputs: What the model makes of them, float32[rows, ..., n].
         platform: The devices that computed them.
@@ -296,7 +296,7 @@ def replay(bundle: Bundle, outputs: np.ndarray) -> Replay:
 def _arrays(bundle: Bundle, about: Recorded) -> dict[str, np.ndarray]:
     if about.file not in bundle.record.files:
         raise DataError(f"bundle.json of {bundle.folder} does not list {about.file}; copy it again")
-    arrays = {n: one.read() for n, one in read_header(bundle.folder / about.file)[0].items()}
+    arrays = {n: tensor.read() for n, tensor in read_header(bundle.folder / about.file)[0].items()}
     if not {OUTPUT, CHOSEN, BEST} < set(arrays) or not arrays[CHOSEN].size:
         raise DataError(
             f"{bundle.folder / about.file} holds no recorded outputs; export or import the model again"
@@ -312,7 +312,7 @@ def record_answers(
     """Records the outputs of a written Bundle, opened as its user opens it; ``None`` for a class of models without probe inputs.
 
     Args:
-        made: The Bundle, its weights and other files written.
+        bundle: The Bundle, its weights and other files written.
         about: Fields of its bundle.json.
         answers: Computes outputs float32[rows, ..., n] of a source; returns them with the platform's name.
     """

@@ -152,9 +152,9 @@ def export(  # noqa: PLR0913  the options of systolic export
     )
     if programs and (for_ != "cpu" or mount):
         raise OptionError(f"--for and --mount are for --to docker, not {to}; leave them out")
-    if not programs and (given := settings.given()):
+    if not programs and (unfit := settings.given()):
         raise OptionError(
-            f"--{next(iter(given)).replace('_', '-')} is for programs, and --to {to} writes none; leave it out"
+            f"--{next(iter(unfit)).replace('_', '-')} is for programs, and --to {to} writes none; leave it out"
         )
     began = time.perf_counter()
     with ends_cleanly(), working(f"export {run.name}"):

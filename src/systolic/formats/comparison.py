@@ -121,7 +121,9 @@ def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifferen
             cosine = Cosine.of(*(np.concatenate(side) for side in sides))
         elif agreement is None and output.rows:
             agreement = output.same / output.rows
-    counts = (next((len(one) for one in source.values() if one.ndim), 0) for source, _ in calls)
+    counts = (
+        next((len(array) for array in source.values() if array.ndim), 0) for source, _ in calls
+    )
     return ExportDifference(
         examples=sum(counts) if examples is None else examples,
         max_abs=absolute,
@@ -159,14 +161,14 @@ class _OutputDifferences:
         rows = max(1, PART // last)
         several = wanted.ndim > 1 and last > 1
         for start in range(0, len(flat), rows):
-            wide, made = (one[start : start + rows].astype(np.float64) for one in (flat, other))
+            wide, narrow = (side[start : start + rows].astype(np.float64) for side in (flat, other))
             # The same infinity on both sides is no difference.
-            apart = np.where(wide == made, 0.0, np.abs(wide - made))
+            apart = np.where(wide == narrow, 0.0, np.abs(wide - narrow))
             self.largest = float(np.maximum(self.largest, apart.max(initial=0.0)))
             finite = np.abs(wide[np.isfinite(wide)])
             self.scale = max(self.scale, float(finite.max(initial=0.0)))
             if several:
-                self.same += int((wide.argmax(-1) == made.argmax(-1)).sum())
+                self.same += int((wide.argmax(-1) == narrow.argmax(-1)).sum())
                 self.rows += len(wide)
 
 

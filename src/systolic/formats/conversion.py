@@ -78,12 +78,15 @@ def _programs(params: Any) -> list[Any]:
     import jax.extend.core
 
     programs = [
-        one for value in params.values() for one in (value if isinstance(value, tuple) else [value])
+        program
+        for value in params.values()
+        for program in (value if isinstance(value, tuple) else [value])
     ]
     programs = [
-        one.jaxpr if isinstance(one, jax.extend.core.ClosedJaxpr) else one for one in programs
+        program.jaxpr if isinstance(program, jax.extend.core.ClosedJaxpr) else program
+        for program in programs
     ]
-    return [one for one in programs if isinstance(one, jax.extend.core.Jaxpr)]
+    return [program for program in programs if isinstance(program, jax.extend.core.Jaxpr)]
 
 
 def computed(
@@ -98,32 +101,32 @@ def computed(
         return atom.val if isinstance(atom, jax.extend.core.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
-        given, name = [read(atom) for atom in equation.invars], equation.primitive.name
+        operands, name = [read(atom) for atom in equation.invars], equation.primitive.name
         if name in INLINED:
-            outputs = _called(equation.params, given, replace)
+            outputs = _called(equation.params, operands, replace)
         elif name == "scan" and equation.params["length"] <= MOST_TURNS:
-            outputs = _turns(equation, given, replace)
-        elif (other := replace(equation, given)) is not None:
+            outputs = _turns(equation, operands, replace)
+        elif (other := replace(equation, operands)) is not None:
             outputs = other
         else:
             params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*given, **params)
+            out = equation.primitive.bind(*operands, **params)
             outputs = out if equation.primitive.multiple_results else [out]
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _called(params: Any, given: list[Any], replace: Replace) -> list[Any]:
+def _called(params: Any, operands: list[Any], replace: Replace) -> list[Any]:
     """Outputs of a function that is called once."""
     import jax.extend.core
 
     inner = params.get("jaxpr") or params["call_jaxpr"]
     if isinstance(inner, jax.extend.core.ClosedJaxpr):
-        return computed(inner.jaxpr, inner.consts, given, replace)
-    return computed(inner, (), given, replace)
+        return computed(inner.jaxpr, inner.consts, operands, replace)
+    return computed(inner, (), operands, replace)
 
 
-def _turns(equation: Any, given: list[Any], replace: Replace) -> list[Any]:
+def _turns(equation: Any, operands: list[Any], replace: Replace) -> list[Any]:
     """Outputs of a loop over layers, one turn after another."""
     import jax.numpy as jnp
 
@@ -132,7 +135,11 @@ def _turns(equation: Any, given: list[Any], replace: Replace) -> list[Any]:
     inner, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
     carried = _passed_whole(equation.outvars, inner.outvars)
     whole = _passed_whole(equation.invars, inner.invars)
-    consts, carry, rows = given[: whole - carried], given[whole - carried : whole], given[whole:]
+    consts, carry, rows = (
+        operands[: whole - carried],
+        operands[whole - carried : whole],
+        operands[whole:],
+    )
     outputs_by_turn: list[list[Any]] = []
     for turn in reversed(turns) if params["reverse"] else turns:
         own = [*consts, *carry, *(row[turn] for row in rows)]
@@ -232,14 +239,14 @@ def described(job: Job) -> dict[str, Any]:
     properties: dict[str, Any] = {"labels": list(class_names(job))}
     if isinstance(job.data, Sentences):
         properties |= {"before": job.data.before, "lower": job.data.lower}
-    return {name: one for name, one in properties.items() if one}
+    return {name: property_ for name, property_ in properties.items() if property_}
 
 
 def metadata(job: Job) -> dict[str, str]:
     """The same as texts: JSON but for what is written before a text."""
     return {
-        name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
-        for name, one in described(job).items()
+        name: text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        for name, text in described(job).items()
     }
 
 
@@ -300,7 +307,7 @@ class ModelExport:
         examples: ExampleInputs,
     ) -> "ModelExport":
         """The export at a path, a folder or a file."""
-        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+        files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
         return cls(
             path=path,
             kind=kind,
@@ -312,11 +319,11 @@ class ModelExport:
 
     def lines(self) -> list[str]:
         """The comparison, a line for each function, and notes."""
-        made = [
+        measured = [
             f"{name}: {difference} ({self.compared_on})"
             for name, difference in self.differences.items()
         ]
-        return [*made, *self.notes]
+        return [*measured, *self.notes]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -81,12 +81,12 @@ class ExampleInputs:
         self, function: Inference, size: int | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """A function's inputs in groups of ``size`` examples, by default the function's own batch or all at once."""
-        given = self.inputs[function.name]
+        arrays = self.inputs[function.name]
         size = size or function.batch or self.rows
         for start in range(0, self.rows - size + 1, size):
             yield {
-                name: one if name in function.whole else one[start : start + size]
-                for name, one in given.items()
+                name: array if name in function.whole else array[start : start + size]
+                for name, array in arrays.items()
             }
 
 
@@ -143,16 +143,16 @@ def function_inputs(
     most: int = LONGEST,
 ) -> dict[str, np.ndarray]:
     """Inputs of a function out of examples as the job's data has them, name to [examples, ...]; of texts up to ``most`` tokens."""
-    given: dict[str, np.ndarray] = {}
+    inputs: dict[str, np.ndarray] = {}
     for own, spec in function.inputs.items():
-        array = batch[function.given.get(own, own)]
+        array = batch[function.sources.get(own, own)]
         if own in function.whole:
             array = array[0]
         if own in (TOKENS, MASK):
             limit = min(most, function.limits.get(SEQUENCE, most))
             array = _columns(array, limit, sizes.get(SEQUENCE))
-        given[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
-    return given
+        inputs[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
+    return inputs
 
 
 def _columns(array: np.ndarray, most: int, exact: int | None) -> np.ndarray:
@@ -177,7 +177,7 @@ def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
         texts = [lines[number % len(lines)] for number in range(rows)]
         return _sentences(data, texts, length), "sentences"
     random = np.random.default_rng(0)
-    arrays = {name: _random(random, one, rows) for name, one in data.fields().items()}
+    arrays = {name: _random(random, spec, rows) for name, spec in data.fields().items()}
     if isinstance(data, Recordings):
         arrays[TOKENS] = _passage(job, data.get_tokenizer(), rows, length)
     named = "pictures" if IMAGE in arrays else "spectrograms" if FEATURES in arrays else "arrays"
@@ -216,13 +216,13 @@ def _sentences(data: Sentences, texts: Sequence[str], length: int) -> dict[str, 
     return {TOKENS: tokens, SEGMENTS: segments}
 
 
-def _random(random: np.random.Generator, one: Field, rows: int) -> np.ndarray:
-    shape = (rows, *one.shape)
-    if np.dtype(one.dtype) == np.uint8:
+def _random(random: np.random.Generator, spec: Field, rows: int) -> np.ndarray:
+    shape = (rows, *spec.shape)
+    if np.dtype(spec.dtype) == np.uint8:
         return random.integers(0, 256, shape, np.uint8)
-    if np.issubdtype(np.dtype(one.dtype), np.floating):
-        return random.normal(size=shape).astype(one.dtype)
-    return np.zeros(shape, one.dtype)
+    if np.issubdtype(np.dtype(spec.dtype), np.floating):
+        return random.normal(size=shape).astype(spec.dtype)
+    return np.zeros(shape, spec.dtype)
 
 
 def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndarray]:
@@ -245,7 +245,7 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
         from systolic.data.audio.sound import read_sound
 
         heard = [window.features for file in files for window in data.windows(read_sound(file))]
-        arrays = _stacked([{FEATURES: one} for one in heard])
+        arrays = _stacked([{FEATURES: features} for features in heard])
         return {**arrays, TOKENS: _passage(job, data.get_tokenizer(), len(heard), length)}
     return _stacked([data.load(file) for file in files])
 

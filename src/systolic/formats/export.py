@@ -87,7 +87,7 @@ class ExportSource:
 class ExportPayload:
     """A model under transformers' names, with the files of its text."""
 
-    made: "Outgoing"
+    model: "Outgoing"
     files: dict[str, bytes]
     """Name to content of the files of tokenizer, chat template and preprocessing."""
     starts: bool | None = None
@@ -142,13 +142,13 @@ class Exported:
 
     def lines(self) -> list[str]:
         """The comparison, notes, and what became of quantized matrices and of bytes."""
-        made = [*([self.parity.line()] if self.parity else []), *self.notes]
-        made += floats_line(self.restored)
+        sentences = [*([self.parity.line()] if self.parity else []), *self.notes]
+        sentences += floats_line(self.restored)
         if self.reads_bytes:
-            made.append(
+            sentences.append(
                 f"no tokenizer is in it: the model reads bytes, a token is the value of a byte of UTF-8, and {BYTES_START} begins and ends a text"
             )
-        return made
+        return sentences
 
 
 def floats_line(restored: Sequence[str]) -> list[str]:
@@ -188,7 +188,7 @@ def file_payload(source: Source) -> ExportPayload:
         config, files = with_pictures(weights.config, files, job)
         weights = replace(weights, config=config)
     return ExportPayload(
-        made=weights,
+        model=weights,
         files=files,
         licence=source.licence,
         restored=tuple(source.dtypes()[path].name for path, _ in source.quantization.matrices),
@@ -210,7 +210,7 @@ def _run_payload(run: ExportableRun) -> ExportPayload:
         tokenizer = data.get_tokenizer()
         document = tokenizer.around is Around.document and bool(files)
         starts = tokenizer.start is not None if document else None
-    return ExportPayload(made=weights, files=files, starts=starts, reads_bytes=reads_bytes)
+    return ExportPayload(model=weights, files=files, starts=starts, reads_bytes=reads_bytes)
 
 
 def origin_of(run: ExportableRun) -> Config:

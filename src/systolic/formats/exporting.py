@@ -110,10 +110,12 @@ def _check_used(to: str, options: Mapping[str, Any]) -> None:
     Raises:
         OptionError: options of another format are given.
     """
-    for owner, given in options.items():
-        default = type(given)()
-        if given != default and to != owner:
-            names = ", ".join(f"{n} {v}" for n, v in vars(given).items() if v != vars(default)[n])
+    for owner, settings in options.items():
+        default = type(settings)()
+        if settings != default and to != owner:
+            names = ", ".join(
+                f"{n} {v}" for n, v in vars(settings).items() if v != vars(default)[n]
+            )
             raise OptionError(f"{names} is for --to {owner} and given with --to {to}; leave it out")
 
 
@@ -180,8 +182,8 @@ def export_program(
     if settings.sizes:
         for name, function in leaving.functions.items():
             leaving.check_memory(name, next(examples.calls(function)))
-    made = function_of(form.write)(leaving, examples, out, settings, reporter().stage)
-    return replace(made, notes=(*notes, *_classes(class_names(model.job), form.labels)))
+    exported = function_of(form.write)(leaving, examples, out, settings, reporter().stage)
+    return replace(exported, notes=(*notes, *_classes(class_names(model.job), form.labels)))
 
 
 def _classes(names: Sequence[str], where: str) -> list[str]:

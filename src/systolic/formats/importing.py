@@ -119,19 +119,19 @@ def import_source(
     size = sum(tensor.nbytes for tensor in tensors)
     _check_room(opened, final, size)
     rounded = _rounded_to(opened, tensors)
-    with draft(final) as made:
-        _fill(opened, made, tensors, size)
+    with draft(final) as bundle_draft:
+        _fill(opened, bundle_draft, tensors, size)
         about = _about(opened, tensors)
         unchecked = impossible(opened) if parity else NOT_ASKED
-        found = None if unchecked else _compared(opened, made, about, rounded)
-        _keep(opened, made, about, rounded)
-        bundle = made.finish(**about)
+        checked = None if unchecked else _compared(opened, bundle_draft, about, rounded)
+        _keep(opened, bundle_draft, about, rounded)
+        bundle = bundle_draft.finish(**about)
     return Imported(
         path=bundle.folder,
         parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
         bytes=size,
         dtype=bundle.record.dtype,
-        parity=found,
+        parity=checked,
         unchecked=unchecked,
         unusable=_unusable(opened),
         notes=(*opened.notes, *_floats(opened)),
@@ -172,13 +172,13 @@ def _program(
             f"dtype is {dtype}, but {request.source} is exported as it computes; convert it before, with module.bfloat16() or Keras' policy"
         )
     final = FOLDER / request.name if out is None else out
-    model, size, found = import_program(request, final, parity=parity, say=reporter().stage)
+    model, size, checked = import_program(request, final, parity=parity, say=reporter().stage)
     return Imported(
         path=final,
         parameters=model.about.parameters,
         bytes=size,
         dtype="float32",
-        parity=found,
+        parity=checked,
         unchecked=None if parity else NOT_ASKED,
         use=USES[type(model).__name__],
         notes=model.about.notes,
@@ -187,7 +187,7 @@ def _program(
 
 def _compared(
     source: Source,
-    made: BundleDraft,
+    bundle: BundleDraft,
     about: dict[str, Any],
     rounded: str | None,
 ) -> Parity:
@@ -197,25 +197,25 @@ def _compared(
         RunError: it computes something else.
     """
     reporter().stage("parity")
-    made.describe(**about)
+    bundle.describe(**about)
     held: list[tuple[ParityInputs, np.ndarray, str]] = []
 
     def ours(probe: ParityInputs) -> np.ndarray:
         # As a user opens it.
-        outputs, platform = answers(open_source(made.folder), probe.ours)
+        outputs, platform = answers(open_source(bundle.folder), probe.ours)
         held.append((probe, outputs, platform))
         return outputs
 
-    found = check(source, ours, rounded=rounded)
-    check_passed(found)
+    parity = check(source, ours, rounded=rounded)
+    check_passed(parity)
     probe, outputs, platform = held[0]
     inputs, outputs = few(probe.ours), few_outputs(outputs)
-    kept = record(made, inputs, outputs, platform)
-    about |= {"parity": found.to_json(), "recorded": kept}
-    return found
+    kept = record(bundle, inputs, outputs, platform)
+    about |= {"parity": parity.to_json(), "recorded": kept}
+    return parity
 
 
-def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str | None) -> None:
+def _keep(source: Source, bundle: BundleDraft, about: dict[str, Any], rounded: str | None) -> None:
     """Notes in ``about`` what a copy of a Bundle keeps: its job and origin, and its evaluations where the weights are the same.
 
     The floats of a quantized matrix are rounded to its dtype, and their products to that of the computation: no such model was evaluated.
@@ -224,7 +224,7 @@ def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str
         own, same = source.bundle.record, rounded is None and not source.quantization
         about |= carried(own) | {"evaluations": own.evaluations if same else []}
         if own.recorded is not None:
-            about["recorded"] = record_answers(made, about, answers)
+            about["recorded"] = record_answers(bundle, about, answers)
 
 
 def _floats(source: Source) -> list[str]:
@@ -239,22 +239,22 @@ def _floats(source: Source) -> list[str]:
 
 def _fill(
     source: Source,
-    made: BundleDraft,
+    bundle: BundleDraft,
     tensors: "list[TensorSpec]",
     size: int,
 ) -> None:
     """Writes weights and other files."""
-    write_weights(source, made, tensors, weight_progress(size, reporter().stage))
+    write_weights(source, bundle, tensors, weight_progress(size, reporter().stage))
     for name, file in source.files().items():
-        made.add(name, file.read_bytes())
+        bundle.add(name, file.read_bytes())
     if source.config:
-        made.add(ORIGIN, source.config_bytes())
+        bundle.add(ORIGIN, source.config_bytes())
 
 
 def _rounded_to(source: Source, tensors: "list[TensorSpec]") -> str | None:
     """Dtype of the first tensor that is stored in another than the source's."""
     own = source.dtypes()
-    return next((str(one.dtype) for one in tensors if one.dtype != own[one.name]), None)
+    return next((str(tensor.dtype) for tensor in tensors if tensor.dtype != own[tensor.name]), None)
 
 
 def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Inference:
     call: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, jax.Array]] = field(repr=False)
     limits: Mapping[str, int] = field(default_factory=dict)
     """Largest size of a free dim, where the model has one."""
-    given: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     """Input to the array of an example that it is made of, where their names differ."""
     whole: frozenset[str] = frozenset()
     """Inputs that are one for all examples of a call, without a batch dim."""
@@ -136,13 +136,13 @@ class Inference:
     def outputs(self, params: Mapping[str, Any]) -> dict[str, InferenceArray]:
         """The outputs by name, with their free dims; traces the function."""
         shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in params.items()}
-        made = jax.eval_shape(self.call, shapes, self.abstract(self.symbolic()))
+        traced = jax.eval_shape(self.call, shapes, self.abstract(self.symbolic()))
         return {
             name: InferenceArray(
                 shape=tuple(dim if isinstance(dim, int) else str(dim) for dim in array.shape),
                 dtype=str(array.dtype),
             )
-            for name, array in made.items()
+            for name, array in traced.items()
         }
 
 
@@ -178,7 +178,9 @@ class ExportableModel:
         """The functions traced for a platform (``tpu``, ``gpu``, ``cpu``), with what is fast there."""
         if platform not in self._made:
             functions = self.make(self.job, platform, self.dtype)
-            self._made[platform] = {one.name: one.fixed(self.sizes) for one in functions}
+            self._made[platform] = {
+                function.name: function.fixed(self.sizes) for function in functions
+            }
         return self._made[platform]
 
     def outputs(self, name: str) -> Mapping[str, InferenceArray]:
@@ -327,12 +329,12 @@ def _inference(
     """A function that reads a module with its weights."""
     network = steps.network
 
-    def call(params: Mapping[str, Any], given: dict[str, Any]) -> Arrays:
+    def call(params: Mapping[str, Any], batch: dict[str, Any]) -> Arrays:
         # Arrays that no module has, such as the moments of a run, are no part of the program.
         own = {path: jnp.asarray(params[path]) for path in network.params}
         rest = {path: jnp.asarray(params[path]) for path in network.model_state}
         module = network.module(network.cast(own), rest, train=False)
-        return {key: _plain(one) for key, one in read(module, given).items()}
+        return {key: _plain(array) for key, array in read(module, batch).items()}
 
     return Inference(name=name, inputs=inputs, call=call, **more)
 
@@ -348,7 +350,7 @@ def _images(steps: StepFunctions) -> tuple[Inference, ...]:
     image = InferenceArray(shape=(BATCH, *field.shape), dtype="float32")
     return (
         _inference(
-            steps, LOGITS, {IMAGE: image}, lambda module, given: {LOGITS: module(given[IMAGE])}
+            steps, LOGITS, {IMAGE: image}, lambda module, batch: {LOGITS: module(batch[IMAGE])}
         ),
     )
 
@@ -370,8 +372,8 @@ def _places(tokens: jax.Array) -> jax.Array:
 def _language(steps: StepFunctions) -> tuple[Inference, ...]:
     """``tokens`` i32[batch, sequence] to ``logits`` f32[batch, sequence, vocab] of the tokens after each; padding goes to the end."""
 
-    def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        tokens = given[TOKENS]
+    def read(module: Any, batch: dict[str, Any]) -> Mapping[str, jax.Array]:
+        tokens = batch[TOKENS]
         # A mixture sows the losses of its routing, which a reader has no use for.
         logits, _ = nnx.capture(module, nnx.Intermediate)(
             tokens, jnp.ones_like(tokens), _places(tokens)
@@ -385,7 +387,7 @@ def _texts(steps: StepFunctions, name: str, read: Read) -> tuple[Inference, ...]
     inputs = {TOKENS: TEXT, MASK: TEXT}
     return (
         _inference(
-            steps, name, inputs, read, limits=_limit(steps.job.model), given={MASK: SEGMENTS}
+            steps, name, inputs, read, limits=_limit(steps.job.model), sources={MASK: SEGMENTS}
         ),
     )
 
@@ -393,9 +395,9 @@ def _texts(steps: StepFunctions, name: str, read: Read) -> tuple[Inference, ...]
 def _embedding(steps: StepFunctions) -> tuple[Inference, ...]:
     """``tokens`` and ``mask`` i32[batch, sequence], 1 for a token and 0 for padding, to ``embedding`` f32[batch, width]."""
 
-    def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        tokens = given[TOKENS]
-        batch = {TOKENS: tokens, SEGMENTS: given[MASK], "positions": _places(tokens)}
+    def read(module: Any, inputs: dict[str, Any]) -> Mapping[str, jax.Array]:
+        tokens = inputs[TOKENS]
+        batch = {TOKENS: tokens, SEGMENTS: inputs[MASK], "positions": _places(tokens)}
         return steps.job.task.outputs(module, batch)
 
     return _texts(steps, "embedding", read)
@@ -404,9 +406,9 @@ def _embedding(steps: StepFunctions) -> tuple[Inference, ...]:
 def _masked(steps: StepFunctions) -> tuple[Inference, ...]:
     """``tokens`` and ``mask`` i32[batch, sequence] to ``logits`` f32[batch, sequence, vocab] of every place."""
 
-    def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        places = _places(given[TOKENS])
-        hidden = module(given[TOKENS], given[MASK], places)
+    def read(module: Any, batch: dict[str, Any]) -> Mapping[str, jax.Array]:
+        places = _places(batch[TOKENS])
+        hidden = module(batch[TOKENS], batch[MASK], places)
         return {LOGITS: module.logits(hidden, places)}
 
     return _texts(steps, LOGITS, read)
@@ -426,12 +428,12 @@ def _speech(steps: StepFunctions) -> tuple[Inference, ...]:
     features = {FEATURES: InferenceArray(shape=(BATCH, *field.shape), dtype="float32")}
     encoded = InferenceArray(shape=(BATCH, model.frames, model.d_model), dtype="float32")
     encode = _inference(
-        steps, "encode", features, lambda module, given: {ENCODED: module.encode(given[FEATURES])}
+        steps, "encode", features, lambda module, batch: {ENCODED: module.encode(batch[FEATURES])}
     )
 
-    def decoded(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        heard = given[ENCODED].astype(steps.target.dtype)
-        return {LOGITS: module.logits(module.decode(given[TOKENS], heard))}
+    def decoded(module: Any, batch: dict[str, Any]) -> Mapping[str, jax.Array]:
+        heard = batch[ENCODED].astype(steps.target.dtype)
+        return {LOGITS: module.logits(module.decode(batch[TOKENS], heard))}
 
     decode = _inference(
         steps,
@@ -444,10 +446,10 @@ def _speech(steps: StepFunctions) -> tuple[Inference, ...]:
         return encode, decode
     writes = Transcribe(steps, data.writing, model.positions)
 
-    def transcribe(params: Mapping[str, Any], given: dict[str, Any]) -> Arrays:
+    def transcribe(params: Mapping[str, Any], batch: dict[str, Any]) -> Arrays:
         own = {path: params[path] for path in steps.network.params}
         rest = {path: params[path] for path in steps.network.model_state}
-        sound = given[FEATURES]
+        sound = batch[FEATURES]
         rows = sound.shape[0]
         start = jnp.asarray(data.writing.prompt, jnp.int32)
         prompt = jnp.broadcast_to(start, (rows, len(data.writing.prompt)))
@@ -461,28 +463,30 @@ def _arrays(steps: StepFunctions) -> tuple[Inference, ...]:
     task, model = steps.job.task, steps.job.model
     label = task.label if isinstance(task, ArrayClassification) else None
     label = task.target if isinstance(task, ArrayRegression) else label
-    fields = {name: one for name, one in steps.job.data.fields().items() if name != label}
+    fields = {name: array for name, array in steps.job.data.fields().items() if name != label}
     whole = set()
     if isinstance(model, ExportedProgram):
         whole = {name for name, input_ in model.about.inputs.items() if not input_.batched}
     inputs = {
         name: InferenceArray(
-            shape=one.shape if name in whole else (BATCH, *one.shape), dtype=one.dtype
+            shape=array.shape if name in whole else (BATCH, *array.shape), dtype=array.dtype
         )
-        for name, one in fields.items()
+        for name, array in fields.items()
     }
 
-    def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        size = next(one.shape[0] for name, one in given.items() if name not in whole)
+    def read(module: Any, arrays: dict[str, Any]) -> Mapping[str, jax.Array]:
+        size = next(array.shape[0] for name, array in arrays.items() if name not in whole)
         # What is the same for all examples has an entry for each in a batch.
         batch = {
-            name: jnp.broadcast_to(one, (size, *one.shape)) if name in whole else one
-            for name, one in given.items()
+            name: jnp.broadcast_to(array, (size, *array.shape)) if name in whole else array
+            for name, array in arrays.items()
         }
-        made = module(**batch)
+        outputs = module(**batch)
         if isinstance(task, ArrayClassification | ArrayRegression):
-            return {task.output: made[task.output]}
-        return {name: one for name, one in made.items() if one.ndim and one.shape[0] == size}
+            return {task.output: outputs[task.output]}
+        return {
+            name: array for name, array in outputs.items() if array.ndim and array.shape[0] == size
+        }
 
     return (_inference(steps, "outputs", inputs, read, whole=frozenset(whole)),)
 
@@ -491,18 +495,18 @@ def _others(steps: StepFunctions) -> tuple[Inference, ...]:
     """The task's outputs, of those arrays of an example that they depend on."""
     job = steps.job
 
-    def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
-        size = next(iter(given.values())).shape[0]
+    def read(module: Any, arrays: dict[str, Any]) -> Mapping[str, jax.Array]:
+        size = next(iter(arrays.values())).shape[0]
         rest = {
-            name: jnp.zeros((size, *one.shape), one.dtype)
-            for name, one in job.data.fields().items()
-            if name not in given
+            name: jnp.zeros((size, *array.shape), array.dtype)
+            for name, array in job.data.fields().items()
+            if name not in arrays
         }
-        return job.task.outputs(module, {**given, **rest, MASK: jnp.ones(size)})
+        return job.task.outputs(module, {**arrays, **rest, MASK: jnp.ones(size)})
 
     fields = {
-        name: InferenceArray(shape=(BATCH, *one.shape), dtype=one.dtype)
-        for name, one in job.data.fields().items()
+        name: InferenceArray(shape=(BATCH, *array.shape), dtype=array.dtype)
+        for name, array in job.data.fields().items()
     }
     every = _inference(steps, "outputs", fields, read)
     used = _used(every, {**steps.network.params, **steps.network.model_state})
@@ -515,13 +519,13 @@ def _others(steps: StepFunctions) -> tuple[Inference, ...]:
 
 def _used(inference: Inference, shapes: Mapping[str, Any]) -> list[str]:
     """Names of the inputs that outputs depend on."""
-    given = inference.abstract({BATCH: 2})
-    jaxpr: Any = jax.make_jaxpr(inference.call)(dict(shapes), given).jaxpr
+    inputs = inference.abstract({BATCH: 2})
+    jaxpr: Any = jax.make_jaxpr(inference.call)(dict(shapes), inputs).jaxpr
     needed = {id(outvar) for outvar in jaxpr.outvars}
     for equation in reversed(jaxpr.eqns):
         if any(id(outvar) in needed for outvar in equation.outvars):
             needed |= {id(invar) for invar in equation.invars}
-    leaves = jax.tree.leaves_with_path((dict(shapes), given))
+    leaves = jax.tree.leaves_with_path((dict(shapes), inputs))
     return [
         path[1].key
         for (path, _), variable in zip(leaves, jaxpr.invars, strict=True)

@@ -74,10 +74,10 @@ def embedder(source: Source, texts: bool) -> Job:
 
 def _longest(files: dict[str, Path], model: Encoder) -> int:
     """Most tokens of a text."""
-    given = read_config(files[LENGTHS]).get("max_seq_length") if LENGTHS in files else None
-    if given is None and TOKENIZER in files:
-        given = read_config(files[TOKENIZER]).get("model_max_length")
-    return min(int(given or model.positions), model.positions)
+    longest = read_config(files[LENGTHS]).get("max_seq_length") if LENGTHS in files else None
+    if longest is None and TOKENIZER in files:
+        longest = read_config(files[TOKENIZER]).get("model_max_length")
+    return min(int(longest or model.positions), model.positions)
 
 
 def _before(files: dict[str, Path]) -> str:
@@ -160,15 +160,15 @@ def _task(files: dict[str, Path], data: Sentences) -> Embedding:
 
 def _pooling(file: Path) -> TextPooling:
     fields: dict[str, Any] = read_config(file)
-    asked = [
+    modes = [
         name for name, value in fields.items() if name.startswith("pooling_mode_") and value is True
     ]
-    known = [MODES[name] for name in asked if name in MODES]
+    known = [MODES[name] for name in modes if name in MODES]
     if fields.get("pooling_mode") in NAMES:
         return NAMES[fields["pooling_mode"]]
-    if len(asked) != 1 or not known:
+    if len(modes) != 1 or not known:
         raise OptionError(
-            f"{file} asks for {', '.join(asked) or fields.get('pooling_mode') or 'no pooling'}; one of {', '.join(MODES)} is known"
+            f"{file} asks for {', '.join(modes) or fields.get('pooling_mode') or 'no pooling'}; one of {', '.join(MODES)} is known"
         )
     return known[0]
 
@@ -259,14 +259,14 @@ def _spoken(fields: Config, ids: Mapping[str, int], path: Path) -> tuple[int, in
     forced = dict(fields.get("forced_decoder_ids") or ())
     tokens = []
     for name, place, default in (("language", 1, LANGUAGE), ("task", 2, TASK)):
-        given = fields.get(name)
-        if given is None:
+        choice = fields.get(name)
+        if choice is None:
             tokens.append(forced.get(place) or ids[default])
             continue
-        token = token_of(str(given))
+        token = token_of(str(choice))
         if token not in ids:
             raise OptionError(
-                f"{GENERATION} of {path} has the {name} {given!r}, for which the tokenizer has no token {token}; correct it"
+                f"{GENERATION} of {path} has the {name} {choice!r}, for which the tokenizer has no token {token}; correct it"
             )
         tokens.append(ids[token])
     language, task = tokens
@@ -294,7 +294,7 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
         return replace(trained, dtypes=dtypes_of(source), quantization=source.quantization)
     if kind not in MAKERS:
         raise OptionError(
-            f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
+            f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(known.__name__ for known in MAKERS)}"
         )
     job = MAKERS[kind](source, texts)
     return replace(job, quantization=source.quantization) if source.quantization else job

@@ -52,10 +52,10 @@ class Matrix:
     factored: tuple[int, ...] = ()
     """Dims whose inputs have factors where activations are rounded too; () where they stay."""
 
-    def how(self, asked: MatrixFormat) -> MatrixFormat:
+    def how(self, wanted: MatrixFormat) -> MatrixFormat:
         """See :func:`systolic.models.quantized.placement.fitting`."""
         size, factored = self.shape[self.inputs[-1]], bool(self.factored)
-        return fitting(asked, size, self.fewest_bits, factored=factored)
+        return fitting(wanted, size, self.fewest_bits, factored=factored)
 
     @property
     def moments_shape(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
         )
     dtypes = source.dtypes()
     known = _matrices(source.model, structure_of(source.model), dtypes)
-    matrices = {path: one for path, one in known.items() if path in dtypes}
+    matrices = {path: matrix for path, matrix in known.items() if path in dtypes}
     if not matrices:
         raise OptionError(
             f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
@@ -106,14 +106,14 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
 
 
 def _matrices(
-    model: Model, made: ModelStructure, dtypes: Mapping[str, np.dtype]
+    model: Model, structure: ModelStructure, dtypes: Mapping[str, np.dtype]
 ) -> dict[str, Matrix]:
     """The parameters of a model that may be quantized, float32 where nothing else is known."""
     matrices: dict[str, Matrix] = {}
-    for path, axes in made.axes.items():
+    for path, axes in structure.axes.items():
         if axes is None or not model.quantizable(path):
             continue
-        shape, stacked = made.params[path].shape, axes[0] in STACKED
+        shape, stacked = structure.params[path].shape, axes[0] in STACKED
         if len(shape) - stacked < 2:
             continue
         matrices[path] = Matrix(
@@ -138,7 +138,7 @@ def whole(model: Model, kind: WeightFormat) -> Quantization:
     """All matrices of a model in a format, with its usual groups."""
     how = MatrixFormat(format=kind, group=kind.group)
     matrices = matrices_of_model(model)
-    return Quantization.of({path: one.how(how) for path, one in matrices.items()})
+    return Quantization.of({path: matrix.how(how) for path, matrix in matrices.items()})
 
 
 def saved_bytes(job: Job, item: int) -> int:
@@ -153,7 +153,7 @@ def saved_bytes(job: Job, item: int) -> int:
 
 
 def formats_of(
-    matrices: Mapping[str, Matrix], asked: MatrixFormat, keep: Sequence[str]
+    matrices: Mapping[str, Matrix], wanted: MatrixFormat, keep: Sequence[str]
 ) -> dict[str, MatrixFormat]:
     """Formats of all matrices but those whose path, or a part of it, fits a pattern of ``keep``.
 
@@ -170,7 +170,7 @@ def formats_of(
         kept |= fitting
     if len(kept) == len(matrices):
         raise OptionError("--keep leaves no matrix to quantize; keep fewer")
-    return {path: matrix.how(asked) for path, matrix in matrices.items() if path not in kept}
+    return {path: matrix.how(wanted) for path, matrix in matrices.items() if path not in kept}
 
 
 def _fits(path: str, pattern: str) -> bool:
@@ -184,21 +184,21 @@ def planned_tensors(
     """Tensors of the Bundle: codes and scales of what is quantized, all others as they are."""
     structure = structure_of(source.model)
     shapes = {
-        path: one.shape for path, one in {**structure.params, **structure.model_state}.items()
+        path: array.shape for path, array in {**structure.params, **structure.model_state}.items()
     }
     specs: list[TensorSpec] = []
     for path, dtype in source.dtypes().items():
         if path not in formats:
             specs.append(TensorSpec(name=path, shape=shapes[path], dtype=dtype))
             continue
-        one, how = matrices[path], formats[path]
+        matrix, how = matrices[path], formats[path]
         narrow = how.format.bits == 4
-        last = -(-one.shape[-1] // 2) if narrow else one.shape[-1]
+        last = -(-matrix.shape[-1] // 2) if narrow else matrix.shape[-1]
         kind = np.dtype(PACKED if narrow else how.format.dtype)
-        codes = TensorSpec(name=f"{path}/{CODES}", shape=(*one.shape[:-1], last), dtype=kind)
-        beside = {SCALES: scales_shape(one.shape, one.inputs, how)}
+        codes = TensorSpec(name=f"{path}/{CODES}", shape=(*matrix.shape[:-1], last), dtype=kind)
+        beside = {SCALES: scales_shape(matrix.shape, matrix.inputs, how)}
         if how.format.activations:
-            beside[INPUTS] = one.factors_shape
+            beside[INPUTS] = matrix.factors_shape
         specs.append(codes)
         specs += [
             TensorSpec(name=f"{path}/{name}", shape=shape, dtype=np.dtype(SCALES_DTYPE))

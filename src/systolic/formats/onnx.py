@@ -85,8 +85,8 @@ def export_onnx(
             say("comparing")
             apart = joined(
                 [
-                    (model.source_outputs(function.name, given), _child_outputs(work, number))
-                    for number, given in enumerate(calls)
+                    (model.source_outputs(function.name, batch), _child_outputs(work, number))
+                    for number, batch in enumerate(calls)
                 ],
                 examples.rows,
             )
@@ -107,8 +107,8 @@ def _write_request(
     import cloudpickle
 
     calls = examples.compared(function)
-    for number, given in enumerate(calls):
-        arrays: dict[str, Any] = dict(given)
+    for number, batch in enumerate(calls):
+        arrays: dict[str, Any] = dict(batch)
         np.savez(work / f"{number}.npz", **arrays)
     params = {path: np.ascontiguousarray(array) for path, array in model.params.items()}
     raw: dict[str, Any] = {
@@ -178,8 +178,8 @@ def main() -> int:
         outcome = _work(folder, request)
     except Exception as error:
         traceback.print_exc()
-        told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
-        outcome = {"told": f"{type(error).__name__}: {told}"}
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+        outcome = {"told": f"{type(error).__name__}: {reason}"}
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return 0
 
@@ -198,24 +198,24 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
     from jax2onnx import to_onnx  # ty: ignore[import-not-found]
 
     model = cloudpickle.loads((folder / MODEL).read_bytes())
-    with np.load(folder / PARAMS) as found:
+    with np.load(folder / PARAMS) as archive:
         params = {
-            path: found[str(number)].view(np.dtype(dtype)).reshape(shape)
+            path: archive[str(number)].view(np.dtype(dtype)).reshape(shape)
             for number, (path, dtype, shape) in enumerate(request["params"])
         }
     function = model.functions_on(request["platform"])[request["function"]]
     names, outputs = list(function.inputs), list(request["outputs"])
 
-    def call(*given: Any) -> Any:
-        made = function.call(params, dict(zip(names, given, strict=True)))
-        return tuple(made[name] for name in outputs)
+    def call(*inputs: Any) -> Any:
+        answers = function.call(params, dict(zip(names, inputs, strict=True)))
+        return tuple(answers[name] for name in outputs)
 
     dims: dict[str, Any] = {}
     if function.free:
         sizes = jax.export.symbolic_shape(", ".join(function.free), constraints=request["limits"])
         dims = dict(zip(function.free, sizes, strict=True))
-    given = function.abstract(dims)
-    shapes = [given[name] for name in names]
+    inputs = function.abstract(dims)
+    shapes = [inputs[name] for name in names]
     # Traced before the converter, which puts functions of its own into jax.numpy and Flax while it traces.
     traced = jax.make_jaxpr(call)(*shapes)
     to_onnx(
@@ -242,16 +242,16 @@ def _describe(file: Path, metadata: dict[str, str]) -> None:
         opened.write(more.SerializeToString())
 
 
-def _replaced(equation: Any, given: list[Any]) -> list[Any] | None:
+def _replaced(equation: Any, operands: list[Any]) -> list[Any] | None:
     """Replacements for what ONNX Runtime lacks: choices among booleans, and pooling with the channels last."""
     import jax.numpy as jnp
 
     name = equation.primitive.name
-    if name == "select_n" and len(given) == 3 and equation.outvars[0].aval.dtype == bool:
-        which, no, yes = given
+    if name == "select_n" and len(operands) == 3 and equation.outvars[0].aval.dtype == bool:
+        which, no, yes = operands
         return [(which & yes) | (jnp.logical_not(which) & no)]
     if name == "reduce_window_max" and _taps(equation.params) <= MOST_TAPS:
-        return [_pooled(given[0], equation.params)]
+        return [_pooled(operands[0], equation.params)]
     return None
 
 
@@ -293,8 +293,8 @@ def run(folder: Path, calls: int) -> list[str]:
     known = {input_.name for input_ in session.get_inputs()}
     for number in range(calls):
         with np.load(folder / f"{number}.npz") as inputs:
-            given = {name: inputs[name] for name in inputs.files if name in known}
-        outputs: dict[str, Any] = dict(zip(names, session.run(None, given), strict=True))
+            known_inputs = {name: inputs[name] for name in inputs.files if name in known}
+        outputs: dict[str, Any] = dict(zip(names, session.run(None, known_inputs), strict=True))
         np.savez(folder / f"{number}.outputs.npz", **outputs)
     return names
 

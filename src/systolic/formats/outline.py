@@ -14,10 +14,10 @@ from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.formats.registry import in_files
 from systolic.job import Model
-from systolic.models.config_fields import NESTED
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
+from systolic.models.mapping import NESTED
 from systolic.models.published import PublishedModel, find_published, near_published
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, TOKENIZER, Run
@@ -53,7 +53,7 @@ def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
     fields = {**config, **read_config(generation)} if generation else config
     ends = fields.get("eos_token_id")
     several = ends if isinstance(ends, list) else [ends]
-    return tuple(int(one) for one in several if one is not None)
+    return tuple(int(end) for end in several if end is not None)
 
 
 def positions_of(config: Config, model: Model, source: str) -> int:
@@ -70,10 +70,10 @@ def positions_of(config: Config, model: Model, source: str) -> int:
         OptionError: a field is no whole number from 1.
     """
     fields = {**config, **(config.get(NESTED) or {})}
-    given = next(((n, fields[n]) for n in POSITIONS if fields.get(n) is not None), None)
-    if given is None:
+    stated = next(((n, fields[n]) for n in POSITIONS if fields.get(n) is not None), None)
+    if stated is None:
         return model.learned_positions if isinstance(model, Decoder) else 0
-    name, positions = given
+    name, positions = stated
     if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
         raise OptionError(
             f"{name} of {source} is {positions!r}; write the tokens that the model takes at once, a whole number from 1"

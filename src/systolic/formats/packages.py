@@ -166,9 +166,9 @@ def _install(packages: Sequence[str], final: Path) -> None:
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line]
             lines = lines or [line for line in done.stderr.splitlines() if line.strip()]
-            told = (lines or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")[:TOLD]
+            reason = (lines or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")[:TOLD]
             raise RunError(
-                f"pip could not install {' '.join(packages)}: {told}; connect to a package index (PIP_INDEX_URL), or run: {sys.executable} -m pip install --no-deps --target {final} {' '.join(packages)}"
+                f"pip could not install {' '.join(packages)}: {reason}; connect to a package index (PIP_INDEX_URL), or run: {sys.executable} -m pip install --no-deps --target {final} {' '.join(packages)}"
             )
         os.replace(scratch / "made", final)
     finally:

@@ -147,14 +147,14 @@ def _homes(rule: Rule, shapes: Sequence[tuple[int, ...]], inputs: Sequence[int])
         np.arange(start, start + size, dtype=kind).reshape(shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=False)
     ]
-    for tensor, made in enumerate(rule.write(numbers)):
-        if made.ndim != 2:
+    for tensor, matrix in enumerate(rule.write(numbers)):
+        if matrix.ndim != 2:
             continue  # a bias
         wide = [math.prod(s[n:]) for s, n in zip(shapes, inputs, strict=True)]
-        first = int(np.searchsorted(starts, made[0, 0], "right")) - 1
+        first = int(np.searchsorted(starts, matrix[0, 0], "right")) - 1
         # Outputs of an input follow each other here: the next row holds another output, or another input.
-        transposed = len(made) > 1 and (made[1, 0] - made[0, 0]) % wide[first] == 0
-        rows = made.T if transposed else made
+        transposed = len(matrix) > 1 and (matrix[1, 0] - matrix[0, 0]) % wide[first] == 0
+        rows = matrix.T if transposed else matrix
         owner = np.searchsorted(starts, rows[:, 0], "right") - 1
         column = (rows[np.flatnonzero(owner == first)[0]] - starts[first]) // wide[first]
         outputs = {}
@@ -256,8 +256,8 @@ def _takes(about: Mapping[str, Any], module: str) -> bool:
         return True  # A name that is whole goes before the layers.
     patterns = about.get("layers_pattern") or [r"[^.]*"]
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    found = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns)
-    match = next((one for one in found if one), None)
+    matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns)
+    match = next((candidate for candidate in matches if candidate), None)
     return bool(match) and int(match[1]) in (layers if isinstance(layers, list) else [layers])
 
 
@@ -274,12 +274,12 @@ def _taken(
     left = sorted({module[name] for name in tensors if name not in taken})
     if not left:
         return taken, ()
-    fields = [one for one in ("target_modules", "exclude_modules", "layers_to_transform") if about.get(one) not in (None, [])]  # fmt: skip
+    fields = [field for field in ("target_modules", "exclude_modules", "layers_to_transform") if about.get(field) not in (None, [])]  # fmt: skip
     more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-    told = f"{folder / ADAPTERS} leaves out adapters that {WEIGHTS} has, by its {' and '.join(fields)}: {', '.join(left[:SHOWN])}{more}"
+    warning = f"{folder / ADAPTERS} leaves out adapters that {WEIGHTS} has, by its {' and '.join(fields)}: {', '.join(left[:SHOWN])}{more}"
     if not taken:
-        raise DataError(f"{told}, which are all; correct it, or copy the folder again")
-    return taken, (f"{told}; they are not read, as PEFT does not",)
+        raise DataError(f"{warning}, which are all; correct it, or copy the folder again")
+    return taken, (f"{warning}; they are not read, as PEFT does not",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,12 +357,12 @@ class PeftSource(Source):
         assert axes is not None
         split = stacked + num_inputs(tuple(axis for axis in axes if axis not in STACKED))
         rank = max(a.shape[1] for a, _ in at.values())
-        outer, given, made = shape[:stacked], shape[stacked:split], shape[split:]
-        a = np.zeros((*outer, math.prod(given), rank), np.float32)
-        b = np.zeros((*outer, rank, math.prod(made)), np.float32)
+        outer, inputs, outputs = shape[:stacked], shape[stacked:split], shape[split:]
+        a = np.zeros((*outer, math.prod(inputs), rank), np.float32)
+        b = np.zeros((*outer, rank, math.prod(outputs)), np.float32)
         for place, (down, up) in at.items():
             a[place][:, : down.shape[1]], b[place][: up.shape[0]] = down, up
-        return Pair(a.reshape(*outer, *given, rank), b.reshape(*outer, rank, *made))
+        return Pair(a.reshape(*outer, *inputs, rank), b.reshape(*outer, rank, *outputs))
 
     @cached_property
     def adapter(self) -> Adapter | None:
@@ -395,15 +395,15 @@ class PeftSource(Source):
         """See :class:`Source`."""
         import jax
 
-        one = Adapter(kind=AdapterKind.lora, rank=1, alpha=self.scale)
+        adapter = Adapter(kind=AdapterKind.lora, rank=1, alpha=self.scale)
         for path, value in self.base.each(like):
             if path not in self.pairs:
                 yield path, value
                 continue
             pair = {f"{path}/{A}": self.pairs[path].a, f"{path}/{B}": self.pairs[path].b}
-            given = {name: jax.numpy.asarray(array) for name, array in pair.items()}
-            made = merged(given, {f"{path}/{BASE}": value}, one)[path]
-            yield path, jax.device_put(made, like[path].sharding)
+            arrays = {name: jax.numpy.asarray(array) for name, array in pair.items()}
+            weight = merged(arrays, {f"{path}/{BASE}": value}, adapter)[path]
+            yield path, jax.device_put(weight, like[path].sharding)
 
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """See :class:`Source`."""
@@ -416,7 +416,7 @@ class PeftSource(Source):
         for piece in self.base.pieces(path):
             rows = len(piece) if piece.ndim == len(shape) else 1
             a, b = pair.a[row : row + rows], pair.b[row : row + rows]
-            more = np.stack([_product(one, other) for one, other in zip(a, b, strict=True)])
+            more = np.stack([_product(down, up) for down, up in zip(a, b, strict=True)])
             row += rows
             yield (piece + self.scale * more.reshape(piece.shape)).astype(piece.dtype)
 
@@ -551,7 +551,7 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
     )
 
 
-def same_adapter(source: PeftSource, asked: Adapter) -> None:
+def same_adapter(source: PeftSource, wanted: Adapter) -> None:
     """Refuses to train on other adapters than a folder has.
 
     Raises:
@@ -563,8 +563,8 @@ def same_adapter(source: PeftSource, asked: Adapter) -> None:
         raise OptionError(
             f"the adapters of {source.path} have several ranks, or a layer lacks one, and a run has one rank in all layers; {merge}"
         )
-    if (asked.rank, frozenset(asked.targets)) != (own.rank, frozenset(own.targets)) or (
-        not math.isclose(asked.alpha, own.alpha, rel_tol=1e-6)
+    if (wanted.rank, frozenset(wanted.targets)) != (own.rank, frozenset(own.targets)) or (
+        not math.isclose(wanted.alpha, own.alpha, rel_tol=1e-6)
     ):
         targets = f" --targets {' '.join(own.targets)}" if own.targets else ""
         raise OptionError(

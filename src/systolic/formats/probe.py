@@ -142,11 +142,11 @@ def _encoder(source: Source) -> ParityInputs:
     model = source.model
     assert isinstance(model, Encoder)
     rows = _rows(source, model.vocab, min(TOKENS, model.positions))
-    given: dict[str, Any] = {"ours": {"tokens": rows}, "theirs": {"input_ids": rows}}
+    inputs: dict[str, Any] = {"ours": {"tokens": rows}, "theirs": {"input_ids": rows}}
     if model.head:
-        return ParityInputs(**given, loader="AutoModelForMaskedLM", best="token")
+        return ParityInputs(**inputs, loader="AutoModelForMaskedLM", best="token")
     outputs = ("last_hidden_state", *(["pooler_output"] if model.pooler else []))
-    return ParityInputs(**given, loader="AutoModel", outputs=outputs, unit="vectors", best=None)
+    return ParityInputs(**inputs, loader="AutoModel", outputs=outputs, unit="vectors", best=None)
 
 
 def _pictures(source: Source) -> ParityInputs:

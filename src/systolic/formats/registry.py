@@ -299,8 +299,8 @@ class ExportSettings:
         owners = {name: owner for owner, form in PROGRAM_WRITERS.items() for name in form.settings}
         for name, value in self.given().items():
             if (owner := owners.get(name, to)) != to:
-                told = value.value if isinstance(value, enum.Enum) else value
+                shown = value.value if isinstance(value, enum.Enum) else value
                 option = "precision" if name == "quantization" else name.replace("_", "-")
                 raise OptionError(
-                    f"--{option} is {told}, which only --to {owner} has; leave it out"
+                    f"--{option} is {shown}, which only --to {owner} has; leave it out"
                 )

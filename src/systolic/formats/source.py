@@ -221,11 +221,11 @@ class TransformersSource(Source):
         return contents.digest
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     """Whether two matrices are equal, compared some rows at a time."""
-    return one.shape == other.shape and all(
-        np.array_equal(one[start : start + ROWS], other[start : start + ROWS])
-        for start in range(0, len(one), ROWS)
+    return first.shape == second.shape and all(
+        np.array_equal(first[start : start + ROWS], second[start : start + ROWS])
+        for start in range(0, len(first), ROWS)
     )
 
 

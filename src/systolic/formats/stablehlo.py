@@ -121,10 +121,10 @@ def _difference(
     return joined(
         [
             (
-                model.source_outputs(function.name, given),
-                run(reloaded.call, model.params, given),
+                model.source_outputs(function.name, batch),
+                run(reloaded.call, model.params, batch),
             )
-            for given in examples.compared(function)
+            for batch in examples.compared(function)
         ],
         examples.rows,
     )
@@ -183,9 +183,9 @@ def _readme(model: ExportableModel) -> str:
         "",
     ]
     for name, function in model.functions.items():
-        given = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
+        takes = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
         back = ", ".join(f"{key}: {output}" for key, output in model.outputs(name).items())
-        parts += [f"{name}{SUFFIX}", f"  takes   {given}", f"  returns {back}"]
+        parts += [f"{name}{SUFFIX}", f"  takes   {takes}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()
     inputs = ", ".join(f'"{key}": ...' for key in first.inputs)

@@ -236,7 +236,7 @@ def exported_program(source: str, signature: str | None, example: Any) -> Any:
         DataError: the file does not load.
         OptionError: it has no example inputs.
     """
-    from systolic.models.program.making import seed
+    from systolic.models.program.config import seed
     from systolic.models.program.torch_function import torch_function
 
     del signature, example
@@ -246,9 +246,9 @@ def exported_program(source: str, signature: str | None, example: Any) -> Any:
     try:
         program = torch.export.load(source)
     except Exception as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise DataError(
-            f"{source} does not load: {told}; save it with torch.export.save"
+            f"{source} does not load: {reason}; save it with torch.export.save"
         ) from error
     args, kwargs = program.example_inputs or ((), {})
     if not args and not kwargs:

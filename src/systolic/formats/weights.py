@@ -282,9 +282,9 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
             shape, place, lambda index, piece=piece: np.asarray(piece[index], scales.dtype)
         )
         # Waited for, else reading runs ahead of packing.
-        made = pack(value)
-        parts.append(jax.block_until_ready((made.codes, made.scales)))
-        del value, piece, made
+        packed = pack(value)
+        parts.append(jax.block_until_ready((packed.codes, packed.scales)))
+        del value, piece, packed
         trim()  # what threads of the packing have freed
 
     def joined(parts: list[tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
@@ -292,10 +292,10 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
             return parts[0]
         return tuple(jnp.stack(each) for each in zip(*parts, strict=True))
 
-    made = jax.jit(joined, out_shardings=(codes.sharding, scales.sharding))(parts)
-    jax.block_until_ready(made)
+    packed = jax.jit(joined, out_shardings=(codes.sharding, scales.sharding))(parts)
+    jax.block_until_ready(packed)
     trim()
-    return dict(zip(names, made, strict=True))
+    return dict(zip(names, packed, strict=True))
 
 
 def matrices_of(

@@ -63,8 +63,8 @@ def _groups_text(rest: str) -> str | None:
         end = text.find("}", text.find("]"))
         return text[: end + 1]
     if text.startswith("["):
-        found = _IOTA.match(text)
-        return found[0] if found else None
+        match = _IOTA.match(text)
+        return match[0] if match else None
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "{") - (char == "}")
@@ -91,9 +91,9 @@ def parse_groups(text: str, num_devices: int) -> Groups:
 def _parsed(text: str, num_devices: int) -> Groups:
     if text.startswith("mesh"):
         return Groups(_of_mesh(text))
-    if found := _IOTA.match(text):
+    if match := _IOTA.match(text):
         shape, dims, order = (
-            [int(n) for n in part.split(",")] if part else None for part in found.groups()
+            [int(n) for n in part.split(",")] if part else None for part in match.groups()
         )
         assert shape is not None
         assert dims is not None
@@ -206,18 +206,18 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...] | None:
     if product := _PRODUCT.fullmatch(text):
         return (tuple(_numbers(product[1])),)
     if _GROUPS.fullmatch(text):
-        found = re.findall(r"\{([\d,]+)\}", text[1:-1])
-        return tuple(tuple(int(n) // SLICE for n in group.split(",")) for group in found)
+        texts = re.findall(r"\{([\d,]+)\}", text[1:-1])
+        return tuple(tuple(int(n) // SLICE for n in group.split(",")) for group in texts)
     if _PAIRS.fullmatch(text):
-        found = re.findall(r"(\d+)->(\d+)", text)
-        return tuple((int(a) // SLICE, int(b) // SLICE) for a, b in found)
+        pairs = re.findall(r"(\d+)->(\d+)", text)
+        return tuple((int(a) // SLICE, int(b) // SLICE) for a, b in pairs)
     return None
 
 
 def _numbers(text: str) -> list[int]:
     """``1,2,5:7`` in full."""
-    found = []
+    numbers = []
     for part in text.split(","):
         first, _, last = part.partition(":")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -35,29 +35,29 @@ MOST_EACH = 64
 
 
 def cases_of(
-    scope: Scope, names: Sequence[str], asked: Mapping[str, set[int]], *, each: bool
+    scope: Scope, names: Sequence[str], compared: Mapping[str, set[int]], *, each: bool
 ) -> list[tuple[Known, ...]]:
     """Values of some scalars together, in each case of what they are computed from.
 
     Args:
         scope: The run that computes them.
         names: The scalars.
-        asked: Numbers that some of them are compared with later.
+        compared: Numbers that some of them are compared with later.
         each: Whether short ranges are taken number by number.
     """
     if scope.on.case_values <= 0:
         return []
     kept = scope.on.turns, scope.on.split
-    found = _Cases(scope, names, each)
-    for name, at in asked.items():
+    cases = _Cases(scope, names, each)
+    for name, at in compared.items():
         run, source, shifted = scope.source(name)
         if run is scope and not shifted:
-            found.asked[source] = at
+            cases.compared[source] = at
     try:
-        values = list(found.values({}))
+        values = list(cases.values({}))
     finally:
         scope.on.turns, scope.on.split = kept
-    for source in found.sources:
+    for source in cases.sources:
         scope.on.decides(*scope.scalar(source))
     return values
 
@@ -68,7 +68,7 @@ class _Cases:
     def __init__(self, scope: Scope, names: Sequence[str], each: bool) -> None:
         self.scope, self.names, self.each, self.left = scope, names, each, MOST_CASES
         self.sources: set[str] = set()
-        self.asked: dict[str, set[int]] = {}
+        self.compared: dict[str, set[int]] = {}
         index = scope.computation.index
         self.fixed = {
             name: value
@@ -76,27 +76,27 @@ class _Cases:
             if name in index and index[name].opcode in ("while", "conditional")
         }
 
-    def values(self, given: dict[str, Known]) -> Iterator[tuple[Known, ...]]:
+    def values(self, ranges: dict[str, Known]) -> Iterator[tuple[Known, ...]]:
         """The values with these ranges of others, split further where these leave a comparison open."""
         on, like = self.scope.on, self.scope
         on.turns = []
         run = Scope(on, like.computation, like.argument, lambda *_: UNKNOWN, like.depth)
-        run.values = {**self.fixed, **given}
+        run.values = {**self.fixed, **ranges}
         before, on.split = on.left, (run, {})
-        found = tuple(map(run.scalar, self.names))
+        scalars = tuple(map(run.scalar, self.names))
         points, on.split = on.split[1], None
         on.case_values -= before - on.left
-        if not all(one.exact for one in found) and on.case_values > 0:
-            for source in dict.fromkeys((*points, *self.asked)):
-                at = points.get(source, set()) | self.asked.get(source, set())
+        if not all(value.exact for value in scalars) and on.case_values > 0:
+            for source in dict.fromkeys((*points, *self.compared)):
+                at = points.get(source, set()) | self.compared.get(source, set())
                 cells = list(self.cells(source, run.scalar(source), at))
                 if 1 < len(cells) <= self.left:
                     self.left -= len(cells) - 1
                     self.sources.add(source)
                     for cell in cells:
-                        yield from self.values({**given, source: cell})
+                        yield from self.values({**ranges, source: cell})
                     return
-        yield found
+        yield scalars
 
     def cells(self, source: str, range_: Known, points: set[int]) -> Iterator[Known]:
         """Ranges of a source between its points."""
@@ -105,14 +105,14 @@ class _Cases:
             return
         low = int(max(range_.low, kind.lowest))
         high = int(min(range_.high, kind.lowest + (1 << kind.bits) - 1))
-        inside = sorted(one for one in points if low <= one <= high)
+        inside = sorted(point for point in points if low <= point <= high)
         if self.each and high - low < MOST_EACH:
             inside = list(range(low, high + 1))
-        for one in inside:
-            if low < one:
-                yield Known(low, one - 1)
-            yield Known(one, one)
-            low = one + 1
+        for point in inside:
+            if low < point:
+                yield Known(low, point - 1)
+            yield Known(point, point)
+            low = point + 1
         if low <= high:
             yield Known(low, high)
 
@@ -174,14 +174,14 @@ def counted(module: Module, device: int | None = None) -> tuple[LoopCounts, int]
     walk = _LoopWalk(module)
     walk.scalars.device = device
     entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)
-    made = _Counted()
-    walk.count(entry, 1, made)
-    runs = {name: sum(found.values()) for name, found in made.branches.items()}
+    totals = _Counted()
+    walk.count(entry, 1, totals)
+    runs = {name: sum(by_branch.values()) for name, by_branch in totals.branches.items()}
     counts = LoopCounts(
-        loops={name: found.value() for name, found in made.loops.items()},
+        loops={name: trips.value() for name, trips in totals.loops.items()},
         branches={
-            name: {some: of / runs[name] for some, of in found.items() if of}
-            for name, found in made.branches.items()
+            name: {some: of / runs[name] for some, of in by_branch.items() if of}
+            for name, by_branch in totals.branches.items()
             if runs[name]
         },
     )
@@ -224,9 +224,9 @@ class _Counted:
     loops: dict[str, _Sum] = field(default_factory=dict)
     branches: dict[str, dict[tuple[int, ...], float]] = field(default_factory=dict)
 
-    def loop(self, name: str, found: _Sum) -> None:
+    def loop(self, name: str, trips: _Sum) -> None:
         """Adds runs of a loop."""
-        self.loops.setdefault(name, _Sum()).add(found)
+        self.loops.setdefault(name, _Sum()).add(trips)
 
     def branch(self, name: str, some: tuple[int, ...], runs: float) -> None:
         """Adds runs of a conditional."""
@@ -235,8 +235,8 @@ class _Counted:
 
     def add(self, other: "_Counted") -> None:
         """Adds all of another's."""
-        for name, found in other.loops.items():
-            self.loop(name, found)
+        for name, trips in other.loops.items():
+            self.loop(name, trips)
         for name, held in other.branches.items():
             for some, runs in held.items():
                 self.branch(name, some, runs)
@@ -244,7 +244,7 @@ class _Counted:
     @property
     def open_loops(self) -> bool:
         """Whether data or a range decides some loop's trips."""
-        return any(not found.known for found in self.loops.values())
+        return any(not trips.known for trips in self.loops.values())
 
     @property
     def open_branches(self) -> bool:
@@ -256,8 +256,8 @@ class _Counted:
     def decides(self, rough: "_Counted") -> bool:
         """Whether it knows a loop's trips, or a branch in some runs, that ``rough`` leaves open."""
         return any(
-            found.known and name in rough.loops and not rough.loops[name].known
-            for name, found in self.loops.items()
+            trips.known and name in rough.loops and not rough.loops[name].known
+            for name, trips in self.loops.items()
         ) or any(
             held.keys() - rough.branches.get(name, {}).keys()
             for name, held in self.branches.items()
@@ -315,7 +315,9 @@ class _LoopWalk:
         """Instructions of a computation that are loops or conditionals, or hold some."""
         if computation.name not in self.holders:
             self.holders[computation.name] = ()
-            self.holders[computation.name] = [one for one in computation if self.holds(one)]
+            self.holders[computation.name] = [
+                instruction for instruction in computation if self.holds(instruction)
+            ]
         return self.holders[computation.name]
 
     def holds(self, instruction: Instruction) -> bool:
@@ -325,7 +327,7 @@ class _LoopWalk:
         if instruction.opcode not in _CALLS:
             return False
         held = (self.module.computations.get(name) for name in instruction.called_computations)
-        return any(one is not None and self.sites(one) for one in held)
+        return any(callee is not None and self.sites(callee) for callee in held)
 
     def count(self, scope: Scope, runs: float, counted: _Counted) -> None:
         """Counts the loops and branches of a computation that is run so often."""
@@ -404,14 +406,14 @@ class _LoopWalk:
     def step(self, scope: Scope, loop: Instruction, state: State) -> tuple[Known, State]:
         """Whether the loop goes on, and its counters after the body."""
         parts, condition = _SomeParts(state), self.module.callee(loop, "condition")
-        asked = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
-        goes_on = asked.scalar(condition.root.name)
+        test = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
+        goes_on = test.scalar(condition.root.name)
         ran = self.body(scope, loop, state)
         root = ran.computation.root
         if root.opcode == "tuple":
             return goes_on, {index: ran.get(root.operands[index]) for index in state}
-        made = ran.get(root.name)
-        return goes_on, {i: made[i] if isinstance(made, list) else UNKNOWN for i in state}
+        counters = ran.get(root.name)
+        return goes_on, {i: counters[i] if isinstance(counters, list) else UNKNOWN for i in state}
 
     def first(self, scope: Scope, loop: Instruction, index: int) -> Value:
         """Initial value of a part of a loop's tuple."""
@@ -430,13 +432,13 @@ class _LoopWalk:
             places = self.counters_of(loop)
             state = {index: self.first(scope, loop, index) for index in places}
             kept, self.scalars.turns = self.scalars.turns, []
-            found = self._run(scope, loop, state)
-            if not found.known and self.splits:
-                found = self.by_cases(scope, loop, state, found)
+            loop_run = self._run(scope, loop, state)
+            if not loop_run.known and self.splits:
+                loop_run = self.by_cases(scope, loop, state, loop_run)
             # To a loop around this one it is no linear thing.
             self.scalars.turns = kept
             self.scalars.decides(*_numbers(state.values()))
-            self.ran[key] = (scope, found)
+            self.ran[key] = (scope, loop_run)
         return self.ran[key][1]
 
     def by_cases(self, scope: Scope, loop: Instruction, state: State, whole: _LoopRun) -> _LoopRun:
@@ -449,9 +451,9 @@ class _LoopWalk:
             for place, value in state.items()
             if isinstance(value, Known) and not value.exact and place < len(source.operands)
         }
-        asked = self.compared(scope, loop, state, open_) if open_ else {}
+        points = self.compared(scope, loop, state, open_) if open_ else {}
         for each in (False, True):
-            cases = cases_of(scope, list(open_.values()), asked, each=each) if open_ else []
+            cases = cases_of(scope, list(open_.values()), points, each=each) if open_ else []
             if len(cases) < 2:
                 continue
             runs = [
@@ -475,10 +477,10 @@ class _LoopWalk:
     ) -> dict[str, set[int]]:
         """Numbers that the condition compares counters with, by what these begin with."""
         parts, condition = _SomeParts(state), self.module.callee(loop, "condition")
-        asked = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
+        test = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
         kept, points = self.scalars.turns, dict[str, set[int]]()
-        self.scalars.split = (asked, points)
-        asked.scalar(condition.root.name)
+        self.scalars.split = (test, points)
+        test.scalar(condition.root.name)
         self.scalars.turns, self.scalars.split = kept, None
         return {
             open_[condition[name].tuple_index]: at
@@ -535,18 +537,18 @@ class _LoopWalk:
         """Places in a loop's tuple that its condition depends on, in this turn or a later one."""
         if loop.name not in self.counters:
             condition = self.module.callee(loop, "condition")
-            asked = _reads(condition, [condition.root.name])
-            self.counters[loop.name] = self._closed(self.module.callee(loop, "body"), asked)
+            places = _reads(condition, [condition.root.name])
+            self.counters[loop.name] = self._closed(self.module.callee(loop, "body"), places)
         return self.counters[loop.name]
 
     def _closed(self, body: Computation, places: Iterable[int]) -> frozenset[int]:
-        root, found, left = body.root, set[int](), set(places)
+        root, closed, left = body.root, set[int](), set(places)
         while left:
             place = left.pop()
-            found.add(place)
+            closed.add(place)
             if root.opcode == "tuple" and place < len(root.operands):
-                left |= _reads(body, [root.operands[place]]) - found
-        return frozenset(found)
+                left |= _reads(body, [root.operands[place]]) - closed
+        return frozenset(closed)
 
 
 _CALLS = frozenset(("call", "conditional", "async-start", "call-start", "fusion"))
@@ -554,7 +556,7 @@ _CALLS = frozenset(("call", "conditional", "async-start", "call-start", "fusion"
 
 def _reads(computation: Computation, names: Iterable[str]) -> frozenset[int]:
     """Places in the argument's tuple that values depend on, as far as these can be known."""
-    found, seen, left = set[int](), set[str](), list(names)
+    places, seen, left = set[int](), set[str](), list(names)
     while left:
         instruction = computation.index.get(left.pop())
         if instruction is None or instruction.name in seen or not is_followed(instruction):
@@ -563,22 +565,22 @@ def _reads(computation: Computation, names: Iterable[str]) -> frozenset[int]:
         if instruction.opcode == "get-tuple-element":
             source = computation.index.get(instruction.operands[0])
             if source is not None and source.opcode == "parameter":
-                found.add(instruction.tuple_index)
+                places.add(instruction.tuple_index)
                 continue
         if instruction.opcode not in ("constant", "parameter"):
             left += instruction.operands
-    return frozenset(found)
+    return frozenset(places)
 
 
 def _passed(body: Computation, name: str) -> int | None:
     """The place of the argument's tuple that a result is; None where it is another value."""
-    found = body.index.get(name)
-    while found is not None and found.opcode in ("copy", "bitcast"):
-        found = body.index.get(found.operands[0])
-    if found is None or found.opcode != "get-tuple-element":
+    origin = body.index.get(name)
+    while origin is not None and origin.opcode in ("copy", "bitcast"):
+        origin = body.index.get(origin.operands[0])
+    if origin is None or origin.opcode != "get-tuple-element":
         return None
-    source = body.index.get(found.operands[0])
-    return found.tuple_index if source is not None and source.opcode == "parameter" else None
+    source = body.index.get(origin.operands[0])
+    return origin.tuple_index if source is not None and source.opcode == "parameter" else None
 
 
 def _numbers(values: Iterable[Value]) -> Iterator[int | float]:
@@ -593,30 +595,30 @@ def _room(before: Sequence[tuple[State, list[Turn]]]) -> int:
     states, turns = zip(*before, strict=True)
     if not (len(turns[0]) == len(turns[1]) == len(turns[2])):
         return 0
-    found = math.inf
-    for one, two, three in zip(*turns, strict=True):
-        if two.cell != three.cell or not one.at == two.at == three.at:
-            if two.at - one.at != three.at - two.at:
+    room = math.inf
+    for first, second, third in zip(*turns, strict=True):
+        if second.cell != third.cell or not first.at == second.at == third.at:
+            if second.at - first.at != third.at - second.at:
                 return 0
-            found = min(found, three.room(two))
+            room = min(room, third.room(second))
     numbers = [list(_numbers(state.values())) for state in states]
     if not (len(numbers[0]) == len(numbers[1]) == len(numbers[2])):
         return 0  # an array whose elements were all the same begins to differ
-    for one, two, three in zip(*numbers, strict=True):
-        if not one == two == three and two - one != three - two:
+    for first, second, third in zip(*numbers, strict=True):
+        if not first == second == third and second - first != third - second:
             return 0
-    return int(found) if 0 < found < math.inf else 0
+    return int(room) if 0 < room < math.inf else 0
 
 
 def _strode(state: State, after: State, steps: int) -> State | None:
     """Counters so many equal steps after ``after``; None where one is a tuple that changes its parts."""
-    found: State = {}
+    counters: State = {}
     for place, new in after.items():
         far = _further(state[place], new, steps)
         if far is None:
             return None
-        found[place] = far
-    return found
+        counters[place] = far
+    return counters
 
 
 def _further(old: Value, new: Value, steps: int) -> Value | None:
@@ -631,7 +633,9 @@ def _further(old: Value, new: Value, steps: int) -> Value | None:
         )
     if isinstance(new, Known) or isinstance(old, Known) or len(new) != len(old):
         return None
-    parts = [_further(one, other, steps) for one, other in zip(old, new, strict=True)]
+    parts = [
+        _further(old_part, new_part, steps) for old_part, new_part in zip(old, new, strict=True)
+    ]
     return (
         None
         if any(part is None for part in parts)
@@ -665,36 +669,43 @@ def counts_of(module: Module) -> LoopCounts:
         not _is_open(counts)
         or not 1 < number <= MOST_DEVICES
         or values * number > MOST_VALUES
-        or not any(one.opcode == "partition-id" for c in module.computations.values() for one in c)
+        or not any(
+            instruction.opcode == "partition-id"
+            for c in module.computations.values()
+            for instruction in c
+        )
     ):
         return counts
-    found = [counted(module, device)[0] for device in range(number)]
+    by_device = [counted(module, device)[0] for device in range(number)]
     apart = {
         name
         for name in counts.loops
-        if len({one.loops[name] for one in found if name in one.loops}) > 1
+        if len({of_device.loops[name] for of_device in by_device if name in of_device.loops}) > 1
+    }
+    branches = {
+        name: [of_device.branches[name] for of_device in by_device if name in of_device.branches]
+        for name in counts.branches
     }
     return replace(
         counts,
         loops={
-            name: _slowest(trips, [one.loops[name] for one in found if name in one.loops])
+            name: _slowest(
+                trips, [of_device.loops[name] for of_device in by_device if name in of_device.loops]
+            )
             for name, trips in counts.loops.items()
         },
         branches={
-            name: _any_of(one.branches[name] for one in found if name in one.branches) or shares
-            for name, shares in counts.branches.items()
+            name: _any_of(branches[name]) or shares for name, shares in counts.branches.items()
         },
         by_device={
-            name: held
-            for name in counts.branches
-            if len(held := _unlike([o.branches[name] for o in found if name in o.branches])) > 1
+            name: unlike for name, shares in branches.items() if len(unlike := _unlike(shares)) > 1
         },
         apart=frozenset(apart),
     )
 
 
 def _is_open(counts: LoopCounts) -> bool:
-    return any(not one.known for one in counts.loops.values()) or any(
+    return any(not trips.known for trips in counts.loops.values()) or any(
         len(some) > 1 for shares in counts.branches.values() for some in shares
     )
 
@@ -703,11 +714,11 @@ def _slowest(whole: LoopTrips, each: Sequence[LoopTrips]) -> LoopTrips:
     """Trips of the device that makes the most; ``whole`` is what holds for any device."""
     if whole.known or not each:
         return whole
-    ends = [math.inf if one.most is None else one.most for one in (whole, *each)]
+    ends = [math.inf if trips.most is None else trips.most for trips in (whole, *each)]
     most = min(ends[0], max(ends[1:]))
-    means = [one.mean for one in each if one.mean is not None]
+    means = [trips.mean for trips in each if trips.mean is not None]
     return LoopTrips(
-        least=max(one.least for one in each),
+        least=max(trips.least for trips in each),
         most=None if most == math.inf else int(most),
         mean=max(means) if len(means) == len(each) else None,
     )
@@ -715,17 +726,17 @@ def _slowest(whole: LoopTrips, each: Sequence[LoopTrips]) -> LoopTrips:
 
 def _unlike(shares: Sequence[Shares]) -> list[Shares]:
     """Each only once."""
-    found: list[Shares] = []
-    for one in shares:
-        if one not in found:
-            found.append(one)
-    return found
+    unlike: list[Shares] = []
+    for of_device in shares:
+        if of_device not in unlike:
+            unlike.append(of_device)
+    return unlike
 
 
 def _any_of(shares: Iterable[Shares]) -> Mapping[tuple[int, ...], float]:
     """Branches that some device may take; with their shares where these are the same on all."""
-    found = _unlike(list(shares))
-    if len(found) == 1:
-        return found[0]
-    every = {branch for one in found for some in one for branch in some}
+    unlike = _unlike(list(shares))
+    if len(unlike) == 1:
+        return unlike[0]
+    every = {branch for of_device in unlike for some in of_device for branch in some}
     return {tuple(sorted(every)): 1.0} if every else {}

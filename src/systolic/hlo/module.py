@@ -64,7 +64,7 @@ class Instruction:
     @property
     def called_computations(self) -> list[str]:
         """All computations it calls: bodies, conditions, branches, fusions."""
-        found = []
+        names = []
         for key in (
             "calls",
             "to_apply",
@@ -73,11 +73,11 @@ class Instruction:
             "true_computation",
             "false_computation",
         ):
-            if (one := self.called(key)) is not None:
-                found.append(one)
+            if (name := self.called(key)) is not None:
+                names.append(name)
         if (branches := self.attribute("branch_computations")) is not None:
-            found += [name.strip().lstrip("%") for name in branches.strip("{}").split(",")]
-        return found
+            names += [name.strip().lstrip("%") for name in branches.strip("{}").split(",")]
+        return names
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -91,17 +91,17 @@ class Instruction:
     @property
     def cycles(self) -> int | None:
         """The compiler's ``estimated_cycles`` (TensorCore cycles); None where it has no estimate."""
-        found = _CYCLES.search(self.rest)
-        if found is None:
+        match = _CYCLES.search(self.rest)
+        if match is None:
             return None
-        cycles = int(found[1])
+        cycles = int(match[1])
         return cycles if 0 < cycles < MOST_CYCLES else None
 
     @property
     def op_name(self) -> str:
         """The path of JAX names that made it, ``jit(train)/jvp()/while/body/…``; empty if unknown."""
-        found = _OP_NAME.search(self.rest)
-        return _ESCAPED.sub(r"\1", found[1]) if found else ""
+        match = _OP_NAME.search(self.rest)
+        return _ESCAPED.sub(r"\1", match[1]) if match else ""
 
     @property
     def target(self) -> str:
@@ -113,8 +113,8 @@ class Instruction:
     @property
     def tuple_index(self) -> int:
         """``index`` of a get-tuple-element."""
-        found = _INT.search(self.attribute("index") or "")
-        return int(found[0]) if found else 0
+        match = _INT.search(self.attribute("index") or "")
+        return int(match[0]) if match else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +147,8 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """Parameters by number."""
-        found = [i for i in self.instructions if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.operands[0]) if i.operands else 0)
+        inputs = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(inputs, key=lambda i: int(i.operands[0]) if i.operands else 0)
 
     def operand_shapes(self, instruction: Instruction) -> list[Shape]:
         """Shapes of the operands that are instructions here."""
@@ -191,12 +191,12 @@ class Module:
             DataError: the text has no such computation.
         """
         name = instruction.called(attribute)
-        found = self.computations.get(name or "")
-        if found is None:
+        computation = self.computations.get(name or "")
+        if computation is None:
             raise DataError(
                 f"{instruction.name} calls {name or 'nothing'}, which the text does not have; dump the whole module"
             )
-        return found
+        return computation
 
     @property
     def is_scheduled(self) -> bool:
@@ -224,8 +224,8 @@ class Module:
 
     def source(self, instruction: Instruction) -> SourceLine | None:
         """The innermost line of source that made an instruction; None where the text has none."""
-        if found := _FRAME.search(instruction.rest):
-            return self._frames.get(int(found[1]))
+        if frame := _FRAME.search(instruction.rest):
+            return self._frames.get(int(frame[1]))
         file = _FILE.search(instruction.rest)
         if file is None:
             return None
@@ -317,8 +317,8 @@ def _held(module: Module, fused: Computation) -> Instruction | None:
     for inner in (fused.root, *reversed(fused.instructions)):
         if inner.op_name and inner.opcode not in ("parameter", "constant"):
             return inner
-        if inner.opcode == "fusion" and (found := _held(module, module.callee(inner, "calls"))):
-            return found
+        if inner.opcode == "fusion" and (held := _held(module, module.callee(inner, "calls"))):
+            return held
     return None
 
 
@@ -335,16 +335,16 @@ def aliases_of(instruction: Instruction) -> dict[int | None, int]:
     text = instruction.attribute("output_to_operand_aliasing")
     if text is None:
         return {}
-    found: dict[int | None, int] = {}
+    aliases: dict[int | None, int] = {}
     for part, operand in _PAIR.findall(text):
-        found.setdefault(int(part.split(",")[0]) if part.strip() else None, int(operand))
-    return found
+        aliases.setdefault(int(part.split(",")[0]) if part.strip() else None, int(operand))
+    return aliases
 
 
 def aliased_operand(instruction: Instruction, part: int) -> int | None:
     """The operand in whose memory a part of the result lies; None when it has its own."""
-    found = aliases_of(instruction)
-    return found.get(part, found.get(None))
+    aliases = aliases_of(instruction)
+    return aliases.get(part, aliases.get(None))
 
 
 def shared_operand(instruction: Instruction, part: int) -> int | None:

@@ -126,13 +126,13 @@ class Scalars:
         pairs = [(left.low, right.high), (left.high, right.low)]
         if not (left.exact and right.exact):
             pairs += [(left.low, right.low), (left.high, right.high)]
-        for one, other in pairs:
-            if not (math.isfinite(one) and math.isfinite(other)):
+        for first, second in pairs:
+            if not (math.isfinite(first) and math.isfinite(second)):
                 continue
-            if isinstance(one, float) or isinstance(other, float):
-                self.decides(one, other)
+            if isinstance(first, float) or isinstance(second, float):
+                self.decides(first, second)
             else:
-                self.turns.append(Turn(one - other, None))
+                self.turns.append(Turn(first - second, None))
 
 
 @dataclass
@@ -156,16 +156,18 @@ class Scope:
         if known is not None:
             return known
         if self.depth < DEEP:
-            self.values[name] = self._found(name)
+            self.values[name] = self._computed(name)
         else:
             # A division of 64 bits is a thousand ops in a row: no recursion along all of them.
             todo = [name]
             while todo:
-                wanted = [one for one in self._unknown(todo[-1]) if one not in self.values]
+                wanted = [
+                    operand for operand in self._unknown(todo[-1]) if operand not in self.values
+                ]
                 if wanted:
                     todo += reversed(wanted)
                 elif (last := todo.pop()) not in self.values:
-                    self.values[last] = self._found(last)
+                    self.values[last] = self._computed(last)
         return self.values[name]
 
     def _unknown(self, name: str) -> Sequence[str]:
@@ -175,7 +177,7 @@ class Scope:
             return ()
         return instruction.operands if is_followed(instruction) else ()
 
-    def _found(self, name: str) -> Value:
+    def _computed(self, name: str) -> Value:
         instruction = self.computation.index.get(name)
         self.on.left -= 1
         if instruction is None or self.depth > DEEPEST or self.on.left < 0:
@@ -183,24 +185,24 @@ class Scope:
         if not is_followed(instruction):
             return UNKNOWN
         self.depth += 1
-        found = self._value(instruction)
+        value = self._value(instruction)
         self.depth -= 1
-        if isinstance(found, Elements):
+        if isinstance(value, Elements):
             shape = parse_shape(instruction.shape_text)
             return (
-                found if is_line(shape) and len(found.elements) == shape.elements else found.range
+                value if is_line(shape) and len(value.elements) == shape.elements else value.range
             )
-        if isinstance(found, list) and not instruction.shape_text.startswith("("):
+        if isinstance(value, list) and not instruction.shape_text.startswith("("):
             shape = parse_shape(instruction.shape_text)
-            if instruction.opcode == "bitcast" and len(found) > shape.elements > 0:
-                return one_value(found[: shape.elements])  # the first elements, in place
-            found = found if small(shape) and len(found) == shape.elements else UNKNOWN
-        return found
+            if instruction.opcode == "bitcast" and len(value) > shape.elements > 0:
+                return one_value(value[: shape.elements])  # the first elements, in place
+            value = value if small(shape) and len(value) == shape.elements else UNKNOWN
+        return value
 
     def scalar(self, name: str) -> Known:
         """Scalar value by :meth:`get`; tuples are unknown."""
-        found = self.get(name)
-        return found if isinstance(found, Known) else UNKNOWN
+        value = self.get(name)
+        return value if isinstance(value, Known) else UNKNOWN
 
     def inside(self, name: str, operands: Sequence[str]) -> "Scope":
         """One run of a computation on operands of this one."""
@@ -218,8 +220,8 @@ class Scope:
         if opcode == "constant":
             return constant(operands[0] if operands else "", instruction.shape_text)
         if opcode == "parameter":
-            found = self.argument(int(operands[0]))
-            return found if isinstance(found, (Known, list)) else UNKNOWN
+            argument = self.argument(int(operands[0]))
+            return argument if isinstance(argument, (Known, list)) else UNKNOWN
         if opcode == "get-tuple-element":
             return self._part(instruction)
         if opcode == "tuple":
@@ -249,11 +251,11 @@ class Scope:
             self._write_down(instruction, values)
         kind = self._kind_in(instruction)
         scalars = [value for value in values if isinstance(value, Known)]
-        sizes = (len(one.elements) for one in values if isinstance(one, Elements))
+        sizes = (len(value.elements) for value in values if isinstance(value, Elements))
         size = max(sizes, default=1)
         if len(scalars) == len(values) and not 1 < size <= MOST_ROWS:
             return computed(self.on, instruction, scalars, kind)
-        size = max(size, *(len(one) for one in values if isinstance(one, list)), 1)
+        size = max(size, *(len(value) for value in values if isinstance(value, list)), 1)
         self.on.left -= size
         rows = zip(*(spread(value, size) for value in values), strict=True)
         return one_value([computed(self.on, instruction, row, kind) for row in rows])
@@ -288,11 +290,11 @@ class Scope:
             instruction = scope.computation[name]
             operands = instruction.operands
             if instruction.opcode == "parameter" and scope.outer is not None:
-                outer, given = scope.outer
+                outer, arguments = scope.outer
                 number = int(operands[0])
-                if number >= len(given) or given[number] not in outer.computation.index:
+                if number >= len(arguments) or arguments[number] not in outer.computation.index:
                     return scope, name, shift
-                scope, name = outer, given[number]
+                scope, name = outer, arguments[number]
                 continue
             inner = scope.computation.index.get(operands[0]) if operands else None
             if inner is None or inner.shape_text.startswith("("):
@@ -331,35 +333,35 @@ class Scope:
 
     def _branches(self, instruction: Instruction) -> Value:
         names = instruction.called_computations
-        found = []
+        values = []
         for number in self.taken(instruction):
             inner = self.inside(names[number], instruction.operands[number + 1 : number + 2])
-            found.append(inner.get(inner.computation.root.name))
-        joined = found[0]
-        for other in found[1:]:
+            values.append(inner.get(inner.computation.root.name))
+        joined = values[0]
+        for other in values[1:]:
             joined = hull(joined, other)
         return joined
 
     def _halves(self, instruction: Instruction) -> Value:
         """64 bits of two times 32, and back."""
-        kind, given = (
+        kind, operands = (
             kind_of(instruction),
             [self.scalar(name) for name in instruction.operands],
         )
-        if kind is None or kind.is_float or not all(one.exact for one in given):
+        if kind is None or kind.is_float or not all(operand.exact for operand in operands):
             return UNKNOWN
-        numbers = [int(one.low) for one in given]
+        numbers = [int(operand.low) for operand in operands]
         self.on.decides(*numbers)
         match instruction.target, numbers:
             case "X64Combine", [low, high]:
-                found = (low & 0xFFFFFFFF) + (high << 32)
+                number = (low & 0xFFFFFFFF) + (high << 32)
             case "X64SplitLow", [both]:
-                found = both & 0xFFFFFFFF
+                number = both & 0xFFFFFFFF
             case "X64SplitHigh", [both]:
-                found = both >> 32
+                number = both >> 32
             case _:
                 return UNKNOWN
-        return self.on.wrapped(found, found, kind)
+        return self.on.wrapped(number, number, kind)
 
     def _reduced(self, reduction: Instruction) -> Value:
         """A reduction of all of an array's elements and its initial value, or of any number that are the same."""
@@ -372,22 +374,22 @@ class Scope:
         if reduction.opcode == "all-reduce":
             # Of each element by itself, over devices: where none is chosen, all have the same range.
             return value if opcode in _IDEMPOTENT and self.on.device is None else UNKNOWN
-        made, source = parse_shape(reduction.shape_text), self._shapes(reduction)[0]
+        shape, source = parse_shape(reduction.shape_text), self._shapes(reduction)[0]
         if not source.elements:
             return self.get(reduction.operands[1])
         if isinstance(value, Known) and not isinstance(value, Elements):
-            each = source.elements // max(made.elements, 1)
+            each = source.elements // max(shape.elements, 1)
             elements = [value] if opcode in _IDEMPOTENT else [value] * each
             if len(elements) > MOST_ELEMENTS or (len(elements) > 1 and kind.is_float):
                 return UNKNOWN
-        elif made.elements == 1 and not (kind.is_float and opcode in _COUNTED):
+        elif shape.elements == 1 and not (kind.is_float and opcode in _COUNTED):
             elements = spread(value, source.elements)
         else:
             return UNKNOWN
-        found = self.scalar(reduction.operands[1])
+        reduced = self.scalar(reduction.operands[1])
         for element in elements:
-            found = elementwise(self.on, opcode, [found, element], kind, kind)
-        return found
+            reduced = elementwise(self.on, opcode, [reduced, element], kind, kind)
+        return reduced
 
     def _shapes(self, instruction: Instruction) -> list[Shape]:
         """Shapes of all operands."""
@@ -469,48 +471,48 @@ def chosen(selector: Known, kind: Kind | None, branches: int) -> list[int]:
 
 
 def computed(
-    on: Scalars, instruction: Instruction, given: Sequence[Known], kind_in: Kind | None
+    on: Scalars, instruction: Instruction, operands: Sequence[Known], kind_in: Kind | None
 ) -> Known:
     """Result of an elementwise op."""
     opcode, kind = instruction.opcode, kind_of(instruction)
     if kind is None or kind_in is None:
         return UNKNOWN
     if opcode == "compare":
-        return compared(on, _direction(instruction.rest), *given[:2])
-    return elementwise(on, opcode, given, kind, kind_in)
+        return compared(on, _direction(instruction.rest), *operands[:2])
+    return elementwise(on, opcode, operands, kind, kind_in)
 
 
 @lru_cache(maxsize=4096)
 def _direction(rest: str) -> str:
     """Direction of a comparison."""
-    found = _DIRECTION.search(rest)
-    return found[1] if found else "EQ"
+    match = _DIRECTION.search(rest)
+    return match[1] if match else "EQ"
 
 
 def elementwise(
-    on: Scalars, opcode: str, given: Sequence[Known], kind: Kind | None, kind_in: Kind | None
+    on: Scalars, opcode: str, operands: Sequence[Known], kind: Kind | None, kind_in: Kind | None
 ) -> Known:
     """Result of any other than a comparison."""
     if kind is None or kind_in is None:
         return UNKNOWN
     if opcode == "select":
-        which, yes, no = given
+        which, yes, no = operands
         if which.exact:
             return yes if which.low else no
         on.apart(yes, no)
         return Known(min(yes.low, no.low), max(yes.high, no.high))
     if opcode == "is-finite":
         # What is not finite is unknown.
-        return YES if all(map(math.isfinite, given[0])) else MAYBE
+        return YES if all(map(math.isfinite, operands[0])) else MAYBE
     if opcode in ("convert", "bitcast-convert", "bitcast"):
-        return _converted(on, given[0], kind_in, kind, bits=opcode != "convert")
+        return _converted(on, operands[0], kind_in, kind, bits=opcode != "convert")
     if kind.is_float:
-        return _of_floats(on, opcode, given, kind)
+        return _of_floats(on, opcode, operands, kind)
     if kind.name == "pred":
-        return _of_predicates(opcode, given)
+        return _of_predicates(opcode, operands)
     if opcode in ("minimum", "maximum", "clamp"):
-        return _limited(on, opcode, given)
-    return _of_integers(on, opcode, given, kind)
+        return _limited(on, opcode, operands)
+    return _of_integers(on, opcode, operands, kind)
 
 
 def compared(on: Scalars, direction: str, left: Known, right: Known) -> Known:
@@ -533,55 +535,55 @@ def compared(on: Scalars, direction: str, left: Known, right: Known) -> Known:
     return YES if yes else NO if no else MAYBE
 
 
-def _converted(on: Scalars, given: Known, old: Kind, new: Kind, *, bits: bool) -> Known:
+def _converted(on: Scalars, value: Known, old: Kind, new: Kind, *, bits: bool) -> Known:
     if bits and (old.is_float or new.is_float or old.bits != new.bits):
-        return given if old == new else UNKNOWN
+        return value if old == new else UNKNOWN
     if new.name == "pred":
         zero = Known(0, 0)
-        return compared(on, "NE", given, zero)
+        return compared(on, "NE", value, zero)
     if not (old.is_float or new.is_float):
-        return on.wrapped(given.low, given.high, new)
-    if not given.exact or not math.isfinite(given.low):
+        return on.wrapped(value.low, value.high, new)
+    if not value.exact or not math.isfinite(value.low):
         return UNKNOWN
-    on.decides(given.low)
+    on.decides(value.low)
     if new.is_float:
-        number = rounded(float(given.low), new)
+        number = rounded(float(value.low), new)
         return Known(number, number)
-    number = math.trunc(given.low)
+    number = math.trunc(value.low)
     # Beyond the type's ends, backends differ.
     fits = new.lowest <= number < new.lowest + (1 << new.bits)
     return Known(number, number) if fits else UNKNOWN
 
 
-def _of_floats(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
-    if not all(one.exact for one in given):
+def _of_floats(on: Scalars, opcode: str, operands: Sequence[Known], kind: Kind) -> Known:
+    if not all(operand.exact for operand in operands):
         return UNKNOWN
-    numbers = [float(one.low) for one in given]
+    numbers = [float(operand.low) for operand in operands]
     on.decides(*numbers)
     match opcode, numbers:
         case ("add", [a, b]):
-            made = a + b
+            number = a + b
         case ("subtract", [a, b]):
-            made = a - b
+            number = a - b
         case ("multiply", [a, b]):
-            made = a * b
+            number = a * b
         case ("divide", [a, b]) if b:
-            made = a / b
+            number = a / b
         case ("negate", [a]):
-            made = -a
+            number = -a
         case ("minimum", [a, b]):
-            made = min(a, b)
+            number = min(a, b)
         case ("maximum", [a, b]):
-            made = max(a, b)
+            number = max(a, b)
         case _:
             return UNKNOWN
-    made = rounded(made, kind)
-    return Known(made, made) if math.isfinite(made) else UNKNOWN
+    number = rounded(number, kind)
+    return Known(number, number) if math.isfinite(number) else UNKNOWN
 
 
-def _of_predicates(opcode: str, given: Sequence[Known]) -> Known:
-    given = [Known(max(one.low, 0), min(one.high, 1)) for one in given]
-    match opcode, given:
+def _of_predicates(opcode: str, operands: Sequence[Known]) -> Known:
+    operands = [Known(max(operand.low, 0), min(operand.high, 1)) for operand in operands]
+    match opcode, operands:
         case ("and" | "minimum" | "multiply", [a, b]):
             return Known(min(a.low, b.low), min(a.high, b.high))
         case ("or" | "maximum" | "add", [a, b]):
@@ -594,7 +596,7 @@ def _of_predicates(opcode: str, given: Sequence[Known]) -> Known:
             return MAYBE
 
 
-def _limited(on: Scalars, opcode: str, given: Sequence[Known]) -> Known:
+def _limited(on: Scalars, opcode: str, operands: Sequence[Known]) -> Known:
     """``minimum``, ``maximum`` or ``clamp`` (least, number, most)."""
 
     def pick(choose: Callable[[Number, Number], Number], a: Known, b: Known) -> Known:
@@ -602,16 +604,16 @@ def _limited(on: Scalars, opcode: str, given: Sequence[Known]) -> Known:
         return Known(choose(a.low, b.low), choose(a.high, b.high))
 
     if opcode == "clamp":
-        least, number, most = given
+        least, number, most = operands
         return pick(min, pick(max, number, least), most)
-    return pick(min if opcode == "minimum" else max, *given)
+    return pick(min if opcode == "minimum" else max, *operands)
 
 
 _SHIFTS = frozenset(("shift-left", "shift-right-logical", "shift-right-arithmetic"))
 
 
-def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
-    match opcode, list(given):
+def _of_integers(on: Scalars, opcode: str, operands: Sequence[Known], kind: Kind) -> Known:
+    match opcode, list(operands):
         case ("add", [a, b]):
             return on.wrapped(a.low + b.low, a.high + b.high, kind)
         case ("subtract", [a, b]):
@@ -619,14 +621,14 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
         case ("negate", [a]):
             return on.wrapped(-a.high, -a.low, kind)
         case ("multiply", [a, b]) if all(map(math.isfinite, (*a, *b))):
-            corners = [one * other for one in a for other in b]
+            corners = [left * right for left in a for right in b]
             if not (a.exact and b.exact):
                 on.decides(*a, *b)
             return on.wrapped(min(corners), max(corners), kind)
         case ("and", [a, b]) if not (a.exact and b.exact):
             on.decides(*a, *b)
             # A mask bounds what it is laid on.
-            masks = [one.high for one in (a, b) if one.low >= 0]
+            masks = [mask.high for mask in (a, b) if mask.low >= 0]
             return Known(0, min(masks)) if masks else UNKNOWN
         case ("sign", [a]):
             on.decides(*a)
@@ -650,12 +652,12 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
             if not (math.isfinite(a.low) and math.isfinite(a.high)):
                 return UNKNOWN
             return Known(_truncated(int(a.low), by), _truncated(int(a.high), by))
-    if not all(one.exact for one in given):
+    if not all(operand.exact for operand in operands):
         return UNKNOWN
-    numbers = [int(one.low) for one in given]
+    numbers = [int(operand.low) for operand in operands]
     on.decides(*numbers)
-    made = _whole(opcode, numbers, kind)
-    return UNKNOWN if made is None else on.wrapped(made, made, kind)
+    number = _whole(opcode, numbers, kind)
+    return UNKNOWN if number is None else on.wrapped(number, number, kind)
 
 
 def _is_high(number: Known, kind: Kind) -> bool:
@@ -694,5 +696,5 @@ def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
 
 def _truncated(number: int, by: int) -> int:
     """A quotient towards zero."""
-    found = abs(number) // abs(by)
-    return found if (number < 0) == (by < 0) else -found
+    quotient = abs(number) // abs(by)
+    return quotient if (number < 0) == (by < 0) else -quotient

@@ -137,10 +137,10 @@ def parse_shape(text: str) -> Shape:
     text = text.strip()
     if text.startswith("("):
         return Shape(parts=tuple(parse_shape(part) for part in split(text[1:-1])))
-    found = _ARRAY.match(text)
-    if found is None:
+    match = _ARRAY.match(text)
+    if match is None:
         raise DataError(f"{text[:60]!r} is not an HLO shape; the text may be damaged")
-    dtype, dims, layout = found.groups()
+    dtype, dims, layout = match.groups()
     sizes = tuple(_size(dim, text) for dim in dims.split(",") if dim.strip())
     if layout is None:
         return Shape(dtype=dtype, dims=sizes)

@@ -38,11 +38,11 @@ class Elements(Known):
 
     def __new__(cls, elements: tuple[Known, ...]) -> "Elements":
         """The array of these elements."""
-        made = super().__new__(
-            cls, min(one.low for one in elements), max(one.high for one in elements)
+        array = super().__new__(
+            cls, min(element.low for element in elements), max(element.high for element in elements)
         )
-        made.elements = elements
-        return made
+        array.elements = elements
+        return array
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Elements) and self.elements == other.elements
@@ -103,7 +103,9 @@ def hull(left: Value, right: Value) -> Value:
     if left is right:
         return left
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        return [hull(one, other) for one, other in zip(left, right, strict=True)]
+        return [
+            hull(left_part, right_part) for left_part, right_part in zip(left, right, strict=True)
+        ]
     if isinstance(left, list) or isinstance(right, list):
         return UNKNOWN
     return Known(min(left.low, right.low), max(left.high, right.high))
@@ -162,10 +164,12 @@ def one_value(elements: Sequence[Value]) -> Value:
     if not elements:
         return UNKNOWN
     first = elements[0]
-    same = isinstance(first, Known) and first.exact and all(one == first for one in elements)
+    same = (
+        isinstance(first, Known) and first.exact and all(element == first for element in elements)
+    )
     if same or len(elements) == 1:
         return first
-    known = tuple(one for one in elements if isinstance(one, Known))
+    known = tuple(element for element in elements if isinstance(element, Known))
     return Elements(known) if MOST_ELEMENTS < len(known) == len(elements) else list(elements)
 
 
@@ -175,8 +179,8 @@ def spread(value: Value, size: int) -> list[Known]:
         return list(value.elements) if len(value.elements) == size else [value.range] * size
     if isinstance(value, Known):
         return [value] * size
-    found = [one for one in value if isinstance(one, Known)]
-    return found if len(found) == size == len(value) else [UNKNOWN] * size
+    elements = [element for element in value if isinstance(element, Known)]
+    return elements if len(elements) == size == len(value) else [UNKNOWN] * size
 
 
 @lru_cache(maxsize=4096)
@@ -213,7 +217,7 @@ def _number(word: str, kind: Kind) -> Known:
 
 def moved(
     instruction: Instruction,
-    given: Sequence[Value],
+    values: Sequence[Value],
     shapes: Sequence[Shape],
     decides: Callable[..., None],
 ) -> Value:
@@ -221,27 +225,27 @@ def moved(
 
     Args:
         instruction: The op.
-        given: Values of its operands.
+        values: Values of its operands.
         shapes: Their shapes.
         decides: Called with the indices that were followed.
     """
-    made, opcode = parse_shape(instruction.shape_text), instruction.opcode
+    target, opcode = parse_shape(instruction.shape_text), instruction.opcode
     if opcode == "iota":
         along = int(instruction.attribute("iota_dimension") or 0)
-        if is_line(made) and along == _long(made):
-            return _counting(made.elements)
-        return Known(0, made.dims[along] - 1) if made.elements else UNKNOWN
+        if is_line(target) and along == _long(target):
+            return _counting(target.elements)
+        return Known(0, target.dims[along] - 1) if target.elements else UNKNOWN
     if opcode == "dynamic-update-slice":
-        return _updated(given, shapes, decides)
-    first = given[0]
+        return _updated(values, shapes, decides)
+    first = values[0]
     if isinstance(first, Known) and not isinstance(first, Elements) and opcode != "concatenate":
         return first
-    if not all(is_line(shape) for shape in (made, shapes[0])):
+    if not all(is_line(shape) for shape in (target, shapes[0])):
         return UNKNOWN
-    elements = spread(given[0], shapes[0].elements)
+    elements = spread(values[0], shapes[0].elements)
     if opcode == "concatenate":
-        parts = [spread(v, shape.elements) for v, shape in zip(given, shapes, strict=True)]
-        return one_value([one for part in parts for one in part])
+        parts = [spread(v, shape.elements) for v, shape in zip(values, shapes, strict=True)]
+        return one_value([element for part in parts for element in part])
     if opcode == "reverse":
         return one_value(elements[::-1])
     if opcode == "slice":
@@ -251,24 +255,24 @@ def moved(
             return UNKNOWN
         start, stop, step = bounds[dim]
         return one_value(elements[int(start) : int(stop) : int(step or 1)])
-    starts = _starts(given[1:], shapes[0], made.elements, decides)
+    starts = _starts(values[1:], shapes[0], target.elements, decides)
     if isinstance(first, Elements) and len(starts) > MOST_ELEMENTS:
         return first.range
-    found = [elements[at : at + made.elements] for at in starts]
-    return one_value([_any(column) for column in zip(*found, strict=True)])
+    windows = [elements[at : at + target.elements] for at in starts]
+    return one_value([_any(column) for column in zip(*windows, strict=True)])
 
 
 def _updated(
-    given: Sequence[Value], shapes: Sequence[Shape], decides: Callable[..., None]
+    values: Sequence[Value], shapes: Sequence[Shape], decides: Callable[..., None]
 ) -> Value:
     buffer, update = shapes[:2]
     if not (small(buffer) and small(update)):
-        flat = [*_flat(given[0]), *_flat(given[1])]
+        flat = [*_flat(values[0]), *_flat(values[1])]
         return _any(flat)
-    old, new = spread(given[0], buffer.elements), spread(given[1], update.elements)
-    starts = _starts(given[2:], buffer, update.elements, decides)
-    found = [[*old[:at], *new, *old[at + len(new) :]] for at in starts]
-    return one_value([_any(column) for column in zip(*found, strict=True)])
+    old, new = spread(values[0], buffer.elements), spread(values[1], update.elements)
+    starts = _starts(values[2:], buffer, update.elements, decides)
+    arrays = [[*old[:at], *new, *old[at + len(new) :]] for at in starts]
+    return one_value([_any(column) for column in zip(*arrays, strict=True)])
 
 
 def _starts(

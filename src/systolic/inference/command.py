@@ -14,10 +14,8 @@ from systolic.core.reporter import reporter, working
 from systolic.job import Sampling, Split
 
 if TYPE_CHECKING:
-    from systolic.inference.model import TrainedModel
-    from systolic.inference.prompts import Messages
-    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
-    from systolic.inference.verification import Verified
+    from systolic.inference.model import Messages, TrainedModel
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions, Verified
 
 RUN = OptionWords(Path, name="run")
 WORDS = OptionWords(tuple[str, ...])
@@ -66,7 +64,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         SystolicError: the model can't be opened; as :func:`systolic.open`.
     """
     from systolic.data.text.stops import Stops
-    from systolic.inference.prompts import read_prompts
+    from systolic.inference.model import read_prompts
     from systolic.inference.results import GeneratedTexts, TextCompletion, TextPiece
 
     listed = read_prompts(prompts, file)
@@ -216,7 +214,7 @@ def verify_bundle(
         DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
         RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
     """
-    from systolic.inference.verification import verified
+    from systolic.inference.results import verified
 
     with working(f"verify {Path(path).name}"):
         return verified(Path(path), replay=replay)

@@ -26,11 +26,11 @@ def num_batches(job: Job, steps: "StepFunctions", split: Split, examples: int = 
     from systolic.steps.input import evaluation_rows
 
     rows, size = evaluation_rows(job, steps), job.data.size(split)
-    asked = -(-examples // rows)
+    needed = -(-examples // rows)
     if size is None:
-        return asked or None
+        return needed or None
     whole = -(-size // rows)
-    return min(whole, asked) if asked else whole
+    return min(whole, needed) if needed else whole
 
 
 def reads_all(job: Job, split: Split, examples: int) -> bool:
@@ -98,7 +98,7 @@ def split_of(name: Any) -> Split:
     Raises:
         OptionError: there is no such split.
     """
-    names = [one.value for one in Split]
+    names = [split.value for split in Split]
     if name not in names:
         raise OptionError(
             f"{name!r} is no split{nearest(str(name), names)}; give {' or '.join(names)}"
@@ -118,20 +118,22 @@ def check_data(split: Split | None, path: Path | str | None) -> None:
         )
 
 
-def splits(job: Job, asked: Split | None) -> list[Split]:
+def splits(job: Job, chosen: Split | None) -> list[Split]:
     """The splits to evaluate: the one asked for, else all that are held out and not empty.
 
     Raises:
         OptionError: there is none, or the one asked for is empty.
     """
-    held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
+    held_out = [split for split in (Split.validation, Split.test) if job.data.size(split) != 0]
     if not held_out and job.data.size(Split.train) == 0:
         raise OptionError(f"{job.name} has no data of its own; give the data with --path")
-    if asked is None and not held_out:
+    if chosen is None and not held_out:
         raise OptionError(
             f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
         )
-    if asked is not None and job.data.size(asked) == 0:
-        others = " or ".join(one.value for one in (*held_out, Split.train) if one is not asked)
-        raise OptionError(f"{job.name} has no {asked.value} data; choose --split {others}")
-    return held_out if asked is None else [asked]
+    if chosen is not None and job.data.size(chosen) == 0:
+        others = " or ".join(
+            split.value for split in (*held_out, Split.train) if split is not chosen
+        )
+        raise OptionError(f"{job.name} has no {chosen.value} data; choose --split {others}")
+    return held_out if chosen is None else [chosen]

@@ -79,14 +79,14 @@ class Generator:
             OptionError: it is empty, and the model has no token that starts a text.
         """
         if isinstance(prompt, str):
-            found = self.tokenizer.opening(prompt)
+            ids = self.tokenizer.opening(prompt)
         else:
-            found = self.tokenizer.encode(self.data.chat(prompt))
-        if not found:
+            ids = self.tokenizer.encode(self.data.chat(prompt))
+        if not ids:
             raise OptionError(
                 "the prompt is empty and the model has no token that starts a text; give a prompt"
             )
-        return found
+        return ids
 
     def _leaves_out_system(self, prompt: Prompt) -> bool:
         """Whether the messages without that of the system are the same text."""
@@ -134,13 +134,13 @@ class Generator:
             warn(
                 f"{size} tokens of prompt and up to {room} new ones exceed the {learned} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
             )
-        found = Continuation()
-        found.pieces = self._ended(found, ids, room, seed, ends)
+        continuation = Continuation()
+        continuation.pieces = self._ended(continuation, ids, room, seed, ends)
         if room < tokens:
-            found.at_length = lambda: warn(
+            continuation.at_length = lambda: warn(
                 f"the text ended at the {most} tokens that {self.job.name} takes: {size} of the prompt and {room} of the {tokens} new ones; give a shorter prompt for a longer answer"
             )
-        return found
+        return continuation
 
     def _ended(
         self, text: Continuation, ids: Sequence[int], tokens: int, seed: int, ends: Stops
@@ -177,8 +177,8 @@ class Generator:
         text, ends = self.tokenizer.stream(ids), self.data.ends
         left = tokens
         while left > 0:
-            state, found = self._programs.step(self.params, self.model_state, state, count=CHUNK)
-            for token in np.asarray(found)[0][:left].tolist():
+            state, chunk = self._programs.step(self.params, self.model_state, state, count=CHUNK)
+            for token in np.asarray(chunk)[0][:left].tolist():
                 if token in ends:
                     answer.finish, left = Finish.stop, 0
                     break

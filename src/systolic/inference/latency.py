@@ -109,7 +109,7 @@ class GeneratedText(TimedCall):
 
     def seconds(self, clock: Clock) -> dict[str, float]:
         """See :class:`TimedCall`; ``decode`` is a token of each row, the mean of all new ones."""
-        given, programs = self._given, self._programs
+        shapes, programs = self._given, self._programs
         start = clock()
         state = programs.prefill(
             self._params,
@@ -117,13 +117,13 @@ class GeneratedText(TimedCall):
             self._tokens,
             self._counts,
             jax.random.key(0),
-            capacity=given.prompt_tokens + given.output_tokens,
+            capacity=shapes.prompt_tokens + shapes.output_tokens,
         )
         jax.block_until_ready(state)
         read = clock()
-        found = programs.step(self._params, self._rest, state, count=given.output_tokens)
-        jax.block_until_ready(found)
-        return {PREFILL: read - start, DECODE: (clock() - read) / given.output_tokens}
+        texts = programs.step(self._params, self._rest, state, count=shapes.output_tokens)
+        jax.block_until_ready(texts)
+        return {PREFILL: read - start, DECODE: (clock() - read) / shapes.output_tokens}
 
     def sizes(self) -> dict[str, int]:
         """See :class:`TimedCall`."""
@@ -186,14 +186,14 @@ def medians(
             if not is_out_of_memory(error):
                 raise
             raise _too_large(call.sizes()) from error
-    found: list[list[dict[str, float]]] = [[] for _ in calls]
+    rounds_by_call: list[list[dict[str, float]]] = [[] for _ in calls]
     for number in range(repeats):
         order = range(len(calls)) if number % 2 == 0 else reversed(range(len(calls)))
         for index in order:
-            found[index].append(calls[index].seconds(clock))
+            rounds_by_call[index].append(calls[index].seconds(clock))
     return [
-        {stage: statistics.median(one[stage] for one in rounds) for stage in rounds[0]}
-        for rounds in found
+        {stage: statistics.median(stages[stage] for stages in rounds) for stage in rounds[0]}
+        for rounds in rounds_by_call
     ]
 
 
@@ -218,7 +218,7 @@ def _rows(form: Form, bucket: Bucket, steps: StepFunctions) -> list[Row]:
     """Rows of random numbers; of texts random tokens."""
     random = np.random.default_rng(0)
     model: Any = steps.job.model
-    made = []
+    rows = []
     for _ in range(bucket.rows):
         arrays: dict[str, np.ndarray] = {}
         for name, (shape, dtype) in form.shapes(bucket).items():
@@ -229,5 +229,5 @@ def _rows(form: Form, bucket: Bucket, steps: StepFunctions) -> list[Row]:
                 arrays[name] = random.normal(size=own).astype(np.float32)
             elif dtype == "uint8":
                 arrays[name] = random.integers(0, 256, own).astype(np.uint8)
-        made.append(Row(arrays=arrays, length=bucket.length or 0))
-    return made
+        rows.append(Row(arrays=arrays, length=bucket.length or 0))
+    return rows

@@ -1,12 +1,17 @@
-"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices."""
+"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices.
 
+Prompts: texts to continue and messages to answer, from words, files and standard input.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.arguments import with_types
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
@@ -14,10 +19,9 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
-from systolic.inference.prompts import Messages, several, turns_of
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
-from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.run import check_folder, rebuild
+from systolic.recipes.jobs.source import kept_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, Run
 
@@ -29,6 +33,105 @@ if TYPE_CHECKING:
     from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
     from systolic.steps.steps import StepFunctions
+
+
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message of a chat."""
+
+
+def several(prompts: str | Messages | Sequence[str | Messages]) -> list[Any]:
+    """Prompts as a list; a list of messages is one prompt.
+
+    Raises:
+        OptionError: they are neither a text nor a list.
+    """
+    if not isinstance(prompts, str | Iterable) or isinstance(prompts, Mapping):
+        raise OptionError(
+            f"prompts is {prompts!r}; give a text or a list of texts, messages or a list of such lists"
+        )
+    listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    return [listed] if listed and isinstance(listed[0], Mapping) else listed
+
+
+def read_prompts(
+    prompts: str | Messages | Sequence[str | Messages], file: Path | None
+) -> list[Any]:
+    """Prompts with those of a file, texts or messages; ``-`` is standard input, and one that is empty stands for none.
+
+    Raises:
+        NotFoundError: no such file.
+        DataError: it is no text, a line is no JSON object with a prompt or messages, or there is none in it.
+    """
+    listed = [
+        sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        for prompt in several(prompts)
+    ]
+    return (listed or [""]) if file is None else listed + _lines(file)
+
+
+def _lines(file: Path) -> list[Any]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except OSError as error:
+        raise NotFoundError(f"{file} cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
+    # A byte order mark of some editors is no part of the first prompt.
+    lines: list[Any] = [line for line in text.removeprefix("\ufeff").splitlines() if line.strip()]
+    if file.suffix == ".jsonl":
+        lines = [_prompt(line, file, number + 1) for number, line in enumerate(lines)]
+    if not lines:
+        raise DataError(f"{file} has no prompt; write one a line")
+    return lines
+
+
+def _prompt(line: str, file: Path, number: int) -> Any:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{file}: prompt {number} is not JSON ({error})") from error
+    if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
+        return row["messages"]
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise DataError(
+            f"{file}: prompt {number} has neither a text in the field prompt nor a list of turns in messages"
+        )
+    return row["prompt"]
+
+
+def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
+    """A prompt as the model is asked: a text to continue, or the messages of a chat.
+
+    Raises:
+        OptionError: it is neither, or the messages end with an answer or have a system's message beside the one that is given.
+    """
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence) or not prompt:
+        raise OptionError(f"the prompt is {prompt!r}; give a text, or a list of messages")
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise OptionError(
+                f"message {number} of the prompt is {message!r}; give role and content"
+            )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise OptionError(f"message {number} of the prompt has no content; give a text")
+    if prompt[-1]["role"] == "assistant":
+        raise OptionError(
+            "the messages of the prompt end with an answer; end them with what the model shall answer"
+        )
+    if system is None:
+        return prompt
+    if prompt[0]["role"] == "system":
+        raise OptionError(
+            "the prompt has a system message and another one is given; leave one of them out"
+        )
+    return [{"role": "system", "content": system}, *prompt]
+
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
@@ -76,12 +179,12 @@ def open_model(
 
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
-        found = weights.load(run, setup.steps, str(checkpoint))
+        loaded = weights.load(run, setup.steps, str(checkpoint))
         record = JobRecord.from_json(run.read_job())
-        found = with_frozen(found, setup, run.path, record)
-    model = TrainedModel(Path(path), setup, found, warn)
-    for line in found.skipped:
-        model.warn(f"{line}; using step {found.step}")
+        loaded = with_frozen(loaded, setup, run.path, record)
+    model = TrainedModel(Path(path), setup, loaded, warn)
+    for line in loaded.skipped:
+        model.warn(f"{line}; using step {loaded.step}")
     return model
 
 
@@ -111,10 +214,12 @@ def prepare_model(
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
-        made = set_up_here(_in_precision(job_of(source), precision), place=place)
-        for line in notes_of(source, made.job):
+        setup_of_files = set_up_here(_in_precision(job_of(source), precision), place=place)
+        for line in notes_of(source, setup_of_files.job):
             warn(line)
-        return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
+        return PreparedModel(
+            setup=setup_of_files, read=lambda: weights_of(source, setup_of_files.steps)
+        )
     check_folder(path)
     with Run.open(path) as run:
         job = _in_precision(rebuild(run, trust_code=trust).job, precision)
@@ -125,11 +230,11 @@ def prepare_model(
         from systolic.runs import weights
 
         with Run.open(path) as run:
-            found = weights.load(run, setup.steps, checkpoint)
-            found = with_frozen(found, setup, run.path, JobRecord.from_json(run.read_job()))
-        for line in found.skipped:
-            warn(f"{line}; using step {found.step}")
-        return found
+            loaded = weights.load(run, setup.steps, checkpoint)
+            loaded = with_frozen(loaded, setup, run.path, JobRecord.from_json(run.read_job()))
+        for line in loaded.skipped:
+            warn(f"{line}; using step {loaded.step}")
+        return loaded
 
     return PreparedModel(setup=setup, read=read)
 
@@ -141,9 +246,9 @@ def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
         OptionError: a checkpoint or a job is given.
     """
     if job is not None or checkpoint != "best":
-        given = "a job" if job is not None else f"checkpoint {checkpoint}"
+        choice = "a job" if job is not None else f"checkpoint {checkpoint}"
         raise OptionError(
-            f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
+            f"{path} is no run but a model in files, which takes no {choice.removeprefix('a ')}; leave it out"
         )
 
 
@@ -291,33 +396,33 @@ class TrainedModel:
             OptionError: both a split and a path are given, there is no such data, or ``batches`` is negative.
             NotFoundError: the data is gone, or nothing is at ``path``.
         """
-        from systolic.data.skipped_files import FILES
+        from systolic.data.input_files import FILES
         from systolic.inference.evaluation import check_data, evaluate, split_of, splits
         from systolic.steps.input import evaluation_rows
         from systolic.steps.programs import jit_evaluate
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
-        asked = split if split is None or isinstance(split, Split) else split_of(split)
-        check_data(asked, path)
+        wanted = split if split is None or isinstance(split, Split) else split_of(split)
+        check_data(wanted, path)
         job = self.job_on(path)
         if sequence is not None and isinstance(job.data, Instructions):
             job = replace(job, data=replace(job.data, sequence=sequence))
         try:
-            chosen = splits(job, asked)
+            chosen = splits(job, wanted)
         except NotFoundError as error:
             gone = str(error).partition("; ")[0]
             raise NotFoundError(f"{gone}; give {self.path} other data with --path") from error
         steps, weights = self.setup.steps, self.weights
         program, examples = jit_evaluate(steps), batches * evaluation_rows(job, steps)
-        found = {
-            str(path or one.value): evaluate(
-                job, steps, program, weights.params, weights.model_state, one, examples
+        metrics = {
+            str(path or part.value): evaluate(
+                job, steps, program, weights.params, weights.model_state, part, examples
             )
-            for one in chosen
+            for part in chosen
         }
         for line in FILES.take():
             self.warn(f"{line}; it was left out")
-        return found
+        return metrics
 
     def job_on(self, path: Path | str | None) -> Job:
         """The job with the data at a path in place of its own, where one is given.
@@ -349,7 +454,7 @@ class TrainedModel:
         return [
             "".join(
                 self.stream(
-                    one,
+                    prompt,
                     tokens=tokens,
                     sampling=sampling,
                     stop=stop,
@@ -358,7 +463,7 @@ class TrainedModel:
                     system=system,
                 )
             )
-            for one in several(prompts)
+            for prompt in several(prompts)
         ]
 
     def stream(
@@ -387,10 +492,10 @@ class TrainedModel:
             OptionError: messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
-        asked = turns_of(prompt, chat=chat, system=system)
+        turns = turns_of(prompt, chat=chat, system=system)
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
-        return generator.stream(asked, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
+        return generator.stream(turns, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""

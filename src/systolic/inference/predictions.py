@@ -54,8 +54,8 @@ def predictions(
         run = Runner(steps, weights, MOST, data.together)
         for file in files:
             try:
-                made = _stacked(run, data, file)
-                yield file, {name: one.tolist() for name, one in made.items()}
+                arrays = _stacked(run, data, file)
+                yield file, {name: array.tolist() for name, array in arrays.items()}
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
@@ -63,10 +63,10 @@ def predictions(
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
-        outputs = run(found for found in loaded if not isinstance(found, str))
-        for file, found in zip(group, loaded, strict=True):
-            if isinstance(found, str):
-                yield file, {"error": found}
+        outputs = run(example for example in loaded if not isinstance(example, str))
+        for file, example in zip(group, loaded, strict=True):
+            if isinstance(example, str):
+                yield file, {"error": example}
             else:
                 yield file, named(next(outputs), data.labels())
 
@@ -92,11 +92,11 @@ def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarra
     each = list(run(data.examples(file)))
     if not each:
         raise DataError(f"{file} has no examples; give arrays of one or more")
-    made = {name: np.stack([one[name] for one in each]) for name in each[0]}
+    stacks = {name: np.stack([example[name] for example in each]) for name in each[0]}
     # numpy's files have no bfloat16.
     return {
-        name: one.astype(np.float32) if one.dtype == jax.numpy.bfloat16 else one
-        for name, one in made.items()
+        name: array.astype(np.float32) if array.dtype == jax.numpy.bfloat16 else array
+        for name, array in stacks.items()
     }
 
 
@@ -213,7 +213,7 @@ class _Scribe:
         """The answers for some files."""
         rows = [row for _, example in waiting for row in example.rows]
         size = self.bucket.rows
-        made = iter(
+        outputs = iter(
             [
                 output
                 for start in range(0, len(rows), size)
@@ -221,7 +221,7 @@ class _Scribe:
             ]
         )
         for file, example in waiting:
-            spoken = self._reader.spoken(example, [next(made) for _ in example.rows])
+            spoken = self._reader.spoken(example, [next(outputs) for _ in example.rows])
             yield file, {"text": joined(spoken)}
 
 
@@ -247,15 +247,15 @@ def embeddings(
             example.rows[0]
             for example in reader.read([text for text, error in contents if error is None])
         ]
-        made = iter(())
+        outputs = iter(())
         if rows:
             # Few lengths mean few programs to compile, and a short text takes a short time.
             longest = max(row.length for row in rows)
             width = min(max(SHORTEST, 1 << (longest - 1).bit_length()), data.sequence)
-            made = iter(run(rows, Bucket(rows=run.up(enough(len(rows))), length=width)))
+            outputs = iter(run(rows, Bucket(rows=run.up(enough(len(rows))), length=width)))
         for text, (_, error) in zip(group, contents, strict=True):
             if error is None:
-                yield text, {"embedding": next(made)["embedding"].astype(np.float32).tolist()}
+                yield text, {"embedding": next(outputs)["embedding"].astype(np.float32).tolist()}
             else:
                 yield text, {"error": error}
 
@@ -304,30 +304,34 @@ class TableForm(FixedForm):
         watched = _OutputRecorder(module)
         task: Any = self.steps.job.task
         task.terms(watched, batch, False)
-        size, found = batch[MASK].shape[0], dict[str, jax.Array]()
+        size, outputs = batch[MASK].shape[0], dict[str, jax.Array]()
         for path, value in jax.tree_util.tree_leaves_with_path(watched.returned):
             if isinstance(value, jax.Array) and value.ndim and value.shape[0] == size:
-                keys = [one for one in path if isinstance(one, jax.tree_util.DictKey)]
-                name = "_".join(str(one.key) for one in keys)
-                found.setdefault(name or ("output" if not found else f"output_{len(found)}"), value)
-        if not found:
+                keys = [key for key in path if isinstance(key, jax.tree_util.DictKey)]
+                name = "_".join(str(key.key) for key in keys)
+                outputs.setdefault(
+                    name or ("output" if not outputs else f"output_{len(outputs)}"), value
+                )
+        if not outputs:
             name = type(self.steps.job.task).__name__
             raise OptionError(
                 f"the task {name} calls its model in a way of its own, so its answers are not known; give it a method outputs(self, model, batch) that returns arrays by name"
             )
-        return found
+        return outputs
 
     def inputs(self, weights: Weights) -> TableInputs:
         """The fields that the outputs depend on; others, such as labels, are not read."""
         data = self.steps.job.data
         batch = self.abstract(Bucket(rows=self.ways))
-        given = weights.params, weights.model_state
-        closed = jax.make_jaxpr(self.function())(*given, batch)
+        variables = weights.params, weights.model_state
+        closed = jax.make_jaxpr(self.function())(*variables, batch)
         from jax.interpreters.partial_eval import dce_jaxpr
 
         _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
         names = sorted(batch)  # in which order a dict is flattened
-        read = {name for name, one in zip(names, used[-len(names) :], strict=True) if one} - {MASK}
+        read = {
+            name for name, is_used in zip(names, used[-len(names) :], strict=True) if is_used
+        } - {MASK}
         fields = data.fields()
         return TableInputs(
             fields={name: field for name, field in fields.items() if name in read},
@@ -344,9 +348,9 @@ class _OutputRecorder:
         self.returned: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = self._module(*args, **kwargs)
-        self.returned.append(made)
-        return made
+        output = self._module(*args, **kwargs)
+        self.returned.append(output)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -373,25 +377,25 @@ def rows_of(
 def _answers(
     steps: StepFunctions, run: Predictor, rows: Iterator[dict[str, np.ndarray]]
 ) -> Iterator[dict[str, Any]]:
-    while group := [Row(arrays=one) for one in islice(rows, ROWS)]:
+    while group := [Row(arrays=arrays) for arrays in islice(rows, ROWS)]:
         size = run.up(min(ROWS, 1 << max(len(group) - 1, 0).bit_length()))
-        for made in run(group, Bucket(rows=size)):
-            yield _plain(steps, made)
+        for output in run(group, Bucket(rows=size)):
+            yield _plain(steps, output)
 
 
 def _plain(steps: StepFunctions, output: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Plain values; of a classification with the class and its probability."""
     task, names = steps.job.task, steps.job.data.labels()
-    made: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     if isinstance(task, ArrayClassification) and (logits := output[task.output]).ndim == 1:
         best = int(logits.argmax())
         chances = np.asarray(jax.nn.softmax(jnp.asarray(logits, jnp.float32)))
-        made = {
+        answer = {
             "label": names[best] if best < len(names) else best,
             "probability": float(chances[best]),
         }
     wide = {
-        name: one.astype(np.float32) if one.dtype == jnp.bfloat16 else one
-        for name, one in output.items()
+        name: array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+        for name, array in output.items()
     }
-    return made | named(wide, names)
+    return answer | named(wide, names)

@@ -124,15 +124,15 @@ class TextForm(FixedForm):
     def batch(self, rows: Sequence[Row], bucket: Bucket) -> dict[str, np.ndarray]:
         """See :class:`Form`; segments are 1 where there is a token."""
         assert bucket.length is not None
-        made = {
+        arrays = {
             name: np.zeros(shape, dtype) for name, (shape, dtype) in self.shapes(bucket).items()
         }
         for index, row in enumerate(rows):
-            made[TOKENS][index, : row.length] = row.arrays[TOKENS]
-            made["segments"][index, : row.length] = 1
-        made["positions"][:] = np.arange(bucket.length, dtype=np.int32)
-        made[MASK] = (np.arange(bucket.rows) < len(rows)).astype(np.float32)
-        return made
+            arrays[TOKENS][index, : row.length] = row.arrays[TOKENS]
+            arrays["segments"][index, : row.length] = 1
+        arrays["positions"][:] = np.arange(bucket.length, dtype=np.int32)
+        arrays[MASK] = (np.arange(bucket.rows) < len(rows)).astype(np.float32)
+        return arrays
 
 
 class SpeechForm(Form):
@@ -203,10 +203,10 @@ class Predictor:
         """Makes the program of a bucket ready, from the store or compiled; None where it was made before."""
         if bucket in self._compiled:
             return None
-        given: Any = self._weights
+        constants: Any = self._weights
         folded = self._folded(bucket)
         if self._folds:
-            given = (self._shared(bucket, folded),)
+            constants = (self._shared(bucket, folded),)
         spec = self.spec(bucket)
 
         def lower() -> Any:
@@ -215,9 +215,9 @@ class Predictor:
                 return jitted.lower(*spec.arguments)
             return self._jitted.lower(*spec.arguments)
 
-        made = made_ready(self._store, spec, lower)
-        self._compiled[bucket] = partial(made.compiled, *given)
-        return made
+        program = made_ready(self._store, spec, lower)
+        self._compiled[bucket] = partial(program.compiled, *constants)
+        return program
 
     def spec(self, bucket: Bucket) -> ProgramSpec:
         """Entry of the program of a bucket in the store."""
@@ -248,9 +248,9 @@ class Predictor:
             folded = folded or self._folded(bucket)
 
             def make() -> Any:
-                made = folded()
-                listed = [[list(o.shape), str(o.dtype), bool(o.weak_type)] for o in made.shapes]
-                return [digest(made.key), listed]
+                program = folded()
+                listed = [[list(o.shape), str(o.dtype), bool(o.weak_type)] for o in program.shapes]
+                return [digest(program.key), listed]
 
             spec = self._plain(f"constants of {bucket}", bucket)
             key, listed = make() if self._store is None else self._store.facts(spec, make)
@@ -271,10 +271,10 @@ class Predictor:
             spec = ProgramSpec(
                 name=f"constants {key}", arguments=(leaves,), outputs=[0] * len(shapes)
             )
-            made = made_ready(
+            fold = made_ready(
                 self._store, spec, lambda: jax.jit(folded().fold).lower(*spec.arguments)
             )
-            self._constants[key] = made.compiled(leaves)
+            self._constants[key] = fold.compiled(leaves)
         return self._constants[key]
 
     def outputs(self, bucket: Bucket) -> dict[str, jax.ShapeDtypeStruct]:
@@ -284,8 +284,10 @@ class Predictor:
             return self._jitted.eval_shape(*spec.arguments)
 
         def make() -> dict[str, Any]:
-            made = self._jitted.eval_shape(*spec.arguments)
-            return {name: [list(one.shape), str(one.dtype)] for name, one in made.items()}
+            shapes = self._jitted.eval_shape(*spec.arguments)
+            return {
+                name: [list(struct.shape), str(struct.dtype)] for name, struct in shapes.items()
+            }
 
         return {
             name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -300,10 +302,10 @@ class Predictor:
             name: jax.device_put(array, where[name])
             for name, array in self.form.batch(rows, bucket).items()
         }
-        made = jax.device_get(self._compiled[bucket](batch))
+        outputs = jax.device_get(self._compiled[bucket](batch))
         # A copy, so that an answer does not keep the whole batch in memory.
         return [
-            {name: np.array(array[index]) for name, array in made.items()}
+            {name: np.array(array[index]) for name, array in outputs.items()}
             for index in range(len(rows))
         ]
 

@@ -87,8 +87,8 @@ class SpeechReader:
         if not any(self._tongues):
             return name_of("en") if self._data.writing.prompt and self._data.tokenizer else ""
         ids = example.rows[0].arrays[PROMPT]
-        found = (language_of(self._tokenizer.token(int(i))) for i in ids)
-        return name_of(next(filter(None, found), ""))
+        languages = (language_of(self._tokenizer.token(int(i))) for i in ids)
+        return name_of(next(filter(None, languages), ""))
 
     def prompt(self, language: str) -> np.ndarray:
         """Ids int32[n] that a text in a language starts with; "" is the model's own.
@@ -105,7 +105,7 @@ class SpeechReader:
                 f"language is {language[:40]!r}, whose token has the id {index}, and the model has 0 to {self._vocab - 1}; leave it out, or give the model the tokenizer that belongs to it"
             )
         if any(self._tongues) and index is not None and language_of(token_of(language)):
-            return np.where([bool(one) for one in self._tongues], np.int32(index), ids)
+            return np.where([bool(tongue) for tongue in self._tongues], np.int32(index), ids)
         if not any(self._tongues) and token_of(language) == token_of("en"):
             return ids
         knows = "does not know it" if any(self._tongues) else "writes English alone"
@@ -124,12 +124,12 @@ class SpeechReader:
 
     def spoken(self, example: Example, outputs: Sequence[Output]) -> list[Segment]:
         """Text of each window; "" where nothing was said."""
-        end, made = self._data.writing.end, []
+        end, segments = self._data.writing.end, []
         for span, output in zip(example.spans, outputs, strict=True):
             tokens = output[TOKENS].tolist()
             until = tokens.index(end) if end in tokens else None
-            made.append(Segment(*span, self._tokenizer.decode(tokens[:until]).strip()))
-        return made
+            segments.append(Segment(*span, self._tokenizer.decode(tokens[:until]).strip()))
+        return segments
 
 
 def joined(spoken: Sequence[Segment]) -> str:

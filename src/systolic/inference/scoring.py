@@ -61,17 +61,17 @@ def metrics_of(words: Sequence[str]) -> list[AnswerMetric]:
         OptionError: a word is none.
         NotFoundError: there is no such file or function.
     """
-    found = []
+    metrics = []
     for word in dict.fromkeys(words):
         if word in OWN:
-            found.append(OWN[word])
+            metrics.append(OWN[word])
         elif ".py" in word:
-            found.append(_of_file(word))
+            metrics.append(_of_file(word))
         else:
             raise OptionError(
                 f"{word} is no metric; give {', '.join(OWN)}, or a function of (answer, reference) in a file of yours as FILE.py:FUNCTION"
             )
-    return found
+    return metrics
 
 
 def check_answers(options: AnswerOptions, data: Path | None) -> None:
@@ -103,13 +103,13 @@ def scores_of(
     metrics = metrics_of(options.metrics)
     if not metrics:
         return {}
-    totals = dict.fromkeys((one.name for one in metrics), 0.0)
+    totals = dict.fromkeys((metric.name for metric in metrics), 0.0)
     pairs = _held_out(model, path)[: options.conversations]
     for number, (before, reference) in enumerate(pairs, 1):
         say(f"{model.path.name} answers {number} of {len(pairs)}")
         (answer,) = model.generate([before], tokens=options.tokens, sampling=GREEDY)
-        for one in metrics:
-            totals[one.name] += _number(one, one.score(answer, reference, before))
+        for metric in metrics:
+            totals[metric.name] += _number(metric, metric.score(answer, reference, before))
     means = {name: total / len(pairs) for name, total in totals.items()}
     return {**means, "answered": float(len(pairs))}
 
@@ -127,15 +127,15 @@ def _held_out(model: "TrainedModel", path: Path) -> "list[tuple[Messages, str]]"
         raise OptionError(
             f"{path} holds no conversations for {model.path}, or its tokenizer has no chat template, so there are no answers to score; give JSONL of messages, or leave --metric out"
         )
-    found = []
+    pairs = []
     for line in read(data.file(Split.validation), data.reading):
         before = asked(line.messages)
         content = line.messages[len(before)].get("content")
         if before and isinstance(content, str):
-            found.append((before, content))
-    if not found:
+            pairs.append((before, content))
+    if not pairs:
         raise OptionError(f"{path} has no conversation with a question and its answer")
-    return found
+    return pairs
 
 
 def _exact(answer: str, reference: str, _: Any) -> bool:

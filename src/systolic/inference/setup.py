@@ -167,13 +167,13 @@ class Setup:
 
         ``None`` where ``stop`` returned True during the compile.
         """
-        given = self.initial
-        made = {} if given is None else {**given.params, **given.model_state}
-        state = first_state(self.steps, self.job.seed, stop, frozenset(made))
-        if state is None or given is None:
+        initial = self.initial
+        variables = {} if initial is None else {**initial.params, **initial.model_state}
+        state = first_state(self.steps, self.job.seed, stop, frozenset(variables))
+        if state is None or initial is None:
             return state
-        params = {path: given.params.get(path, p) for path, p in state.params.items()}
-        rest = {path: given.model_state.get(path, p) for path, p in state.model_state.items()}
+        params = {path: initial.params.get(path, p) for path, p in state.params.items()}
+        rest = {path: initial.model_state.get(path, p) for path, p in state.model_state.items()}
         # A copy, since the step donates its arguments and an array can be donated only once.
         ema = wide_copy(params) if self.job.optimizer.ema else None
         return replace(state, params=params, model_state=rest, ema=ema)
@@ -183,9 +183,9 @@ class Setup:
         state = self.steps.with_rates(state)
         if not self.steps.network.frozen:
             return state
-        given = self.initial
-        assert given is not None  # sessions open what a job with adapters begins with
-        frozen = {path: given.model_state[path] for path in self.steps.network.frozen}
+        initial = self.initial
+        assert initial is not None  # sessions open what a job with adapters begins with
+        frozen = {path: initial.model_state[path] for path in self.steps.network.frozen}
         return replace(state, model_state={**state.model_state, **frozen})
 
     def mfu(self, step_seconds: float) -> float | None:
@@ -270,19 +270,19 @@ def first_state(
     steps: StepFunctions,
     seed: int,
     stop: Callable[[], bool] = never,
-    given: Collection[str] = (),
+    initial: Collection[str] = (),
 ) -> Any:
     """The state before the first step, created sharded; ``None`` where ``stop`` returned True during the compile.
 
-    Weights and variables at the paths ``given`` are not made: None is in their place.
+    Weights and variables at the paths ``initial`` are not made: None is in their place.
     """
 
     def without(state: TrainState) -> TrainState:
         state = replace(state, rates=None)
-        if not given:
+        if not initial:
             return state
-        params: Any = {p: None if p in given else a for p, a in state.params.items()}
-        rest: Any = {p: None if p in given else a for p, a in state.model_state.items()}
+        params: Any = {p: None if p in initial else a for p, a in state.params.items()}
+        rest: Any = {p: None if p in initial else a for p, a in state.model_state.items()}
         return replace(state, params=params, model_state=rest, ema=None)
 
     def init(key: jax.Array) -> Any:
@@ -294,8 +294,8 @@ def first_state(
     if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
-    made = compiled(program.lower(key), quick, stop)
-    return None if made is None else jax.block_until_ready(steps.with_rates(made(key)))
+    create = compiled(program.lower(key), quick, stop)
+    return None if create is None else jax.block_until_ready(steps.with_rates(create(key)))
 
 
 def with_start(

@@ -70,8 +70,8 @@ class Batch:
         ranges = ranges_of(cls)
         typed = (("--batch", "total", total), ("--batch-per-device", "per_device", per_device))
         for option, name, value in typed:
-            if (told := complaint(option, ranges[name], value)) is not None:
-                raise OutOfRangeError(told)
+            if (invalid := complaint(option, ranges[name], value)) is not None:
+                raise OutOfRangeError(invalid)
         return cls(total=total, per_device=per_device)
 
     def resolve(self, layout: Layout) -> int:
@@ -225,10 +225,10 @@ class Job:
         """
         if on.platform == "cpu" and on.num_slices > 1:
             raise LayoutError(f"{on.name} has several slices; a CPU has one")
-        made = self.on(on.num_devices, on.num_slices)
-        precision = made.precision.resolve(on.platform)
-        made.check_precision(precision)
-        return replace(made, precision=precision)
+        settled = self.on(on.num_devices, on.num_slices)
+        precision = settled.precision.resolve(on.platform)
+        settled.check_precision(precision)
+        return replace(settled, precision=precision)
 
     def check_precision(self, precision: Precision) -> None:
         """Raises OptionError where the model has no such precision, or an adapter's frozen matrices would be rounded."""

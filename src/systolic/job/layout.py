@@ -175,8 +175,8 @@ class Layout:
 
     def size(self, axis: Axis) -> int:
         """The size of one axis, -1 when it takes the rest."""
-        found: int = getattr(self, axis.value)
-        return found
+        size: int = getattr(self, axis.value)
+        return size
 
     def on(self, num_devices: int, num_slices: int = 1) -> "Layout":
         """The same layout with every axis definite for ``num_devices`` in ``num_slices`` slices.
@@ -267,12 +267,12 @@ class Layout:
 
     def words(self) -> dict[str, str]:
         """Text of each setting by its label: ``attention block`` to ``1024``. Axes come first, outermost first."""
-        found = {axis.value: str(self.size(axis)) for axis in Axis}
-        found["remat"] = self.policy
+        words = {axis.value: str(self.size(axis)) for axis in Axis}
+        words["remat"] = self.policy
         for name, value in self.settings().items():
             if name not in _SPOKEN:
-                found.setdefault(name.replace("_", " "), str(value))
-        return found
+                words.setdefault(name.replace("_", " "), str(value))
+        return words
 
     @property
     def text(self) -> str:

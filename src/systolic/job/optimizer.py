@@ -107,15 +107,15 @@ class OptimizerChange:
         """
         known = {optimizer.kind: optimizer for optimizer in (*others, own)}
         kind = self.kind or own.kind
-        given = {
+        changed = {
             name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
         }
-        return replace(known.get(kind) or Optimizer(kind=kind), **given)
+        return replace(known.get(kind) or Optimizer(kind=kind), **changed)
 
 
 def change_of(rule: Optimizer) -> OptimizerChange:
     """All of an optimizer as a change, which a run that resumes reads back."""
-    return OptimizerChange(**{one.name: getattr(rule, one.name) for one in fields(rule)})
+    return OptimizerChange(**{field.name: getattr(rule, field.name) for field in fields(rule)})
 
 
 ChangedOptimizer = Annotated[OptimizerChange, Alternative(Optimizer, change_of)]

@@ -86,7 +86,9 @@ class Quantization:
     @classmethod
     def of(cls, formats: Mapping[str, MatrixFormat]) -> "Quantization":
         """From formats by path."""
-        return cls(matrices=tuple(sorted(formats.items(), key=lambda one: one[0])))
+        return cls(
+            matrices=tuple(sorted(formats.items(), key=lambda path_and_format: path_and_format[0]))
+        )
 
     def __bool__(self) -> bool:
         return bool(self.matrices)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from systolic.cli.forms import Request, request_for
 from systolic.cli.main import VERBS
 from systolic.cli.parse import asks_help, parse
-from systolic.cli.target import Request, request_for
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter

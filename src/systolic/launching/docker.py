@@ -55,7 +55,7 @@ def prepare(launch: Launch) -> Prepared:
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
             CONTAINER: rendered(CONTAINER, launch.header(), owned),
             ".dockerignore": launch.header()
-            + "\n".join(["*", *(f"!{one}" for one in SHIPPED)])
+            + "\n".join(["*", *(f"!{path}" for path in SHIPPED)])
             + "\n",
         },
         checks=(("bash", CONTAINER, "check"),),

@@ -134,13 +134,13 @@ def prepare(launch: Launch) -> Prepared:
         logs=logs,
         follow=(*logs, "--follow"),
         stop=(("kubectl", "delete", kinds, *scope, "--selector", mine(launch)),),
-        asked=asked(site),
+        asked=client_defaults(site),
         notes=_notes(launch),
         hosts=hosts,
     )
 
 
-def asked(site: Site) -> tuple[ClientDefault, ...]:
+def client_defaults(site: Site) -> tuple[ClientDefault, ...]:
     """Defaults of kubectl to record at submit: the context, and the namespace if it is not given."""
     return (CONTEXT,) if site.namespace else (CONTEXT, NAMESPACE)
 
@@ -174,7 +174,7 @@ def check_shape(on: Slice) -> None:
     near = (
         plain
         if plain in shapes or len(plain) == 3
-        else min(shapes, key=lambda one: abs(prod(one) - prod(plain)))
+        else min(shapes, key=lambda shape: abs(prod(shape) - prod(plain)))
     )
     raise OptionError(
         f"{on.name} is not a topology of gke; give {on.chip.name}:{'x'.join(map(str, near))}"
@@ -185,17 +185,17 @@ def selectors(launch: Launch) -> dict[str, str]:
     """Node selector of the pods."""
     on, site = launch.on, launch.site
     assert on.chip.gke_accelerator is not None
-    found = {
+    labels = {
         "cloud.google.com/gke-tpu-accelerator": on.chip.gke_accelerator,
         "cloud.google.com/gke-tpu-topology": topology(launch),
     }
     if on.topology in AMBIGUOUS:
-        found["node.kubernetes.io/instance-type"] = machine_type(launch)
+        labels["node.kubernetes.io/instance-type"] = machine_type(launch)
     if launch.purchase is Purchase.spot:
-        found["cloud.google.com/gke-spot"] = "true"
+        labels["cloud.google.com/gke-spot"] = "true"
     if site.reservation:
-        found["cloud.google.com/reservation-name"] = site.reservation
-    return found
+        labels["cloud.google.com/reservation-name"] = site.reservation
+    return labels
 
 
 def topology(launch: Launch) -> str:
@@ -295,8 +295,8 @@ def job(launch: Launch) -> dict[str, Any]:
 
 def _mounting(launch: Launch) -> dict[str, Any]:
     """Pod metadata with which GKE mounts buckets."""
-    found = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}}
-    return found if is_bucket(launch.run) else {}
+    mounting = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}}
+    return mounting if is_bucket(launch.run) else {}
 
 
 def _pod(launch: Launch) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
     text = yaml_text(documents(launch, server))
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
-    kinds = [one["kind"].lower() for one in documents(launch, server)]
+    kinds = [document["kind"].lower() for document in documents(launch, server)]
     # Custom resources are deleted separately: a kind that the cluster lacks fails the whole command.
     built_in = [kind for kind in kinds if kind not in DEFINED]
     apart = [",".join(built_in), *(kind for kind in kinds if kind in DEFINED)]
@@ -138,7 +138,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         stop=tuple(
             ("kubectl", "delete", each, *scope, "--selector", gke.mine(launch)) for each in apart
         ),
-        asked=gke.asked(launch.site),
+        asked=gke.client_defaults(launch.site),
         in_place=True,
         notes=_notes(launch, server),
         hosts=1,
@@ -161,11 +161,11 @@ def check_slice(launch: Launch) -> None:
 
 def documents(launch: Launch, server: GkeServer) -> list[dict[str, Any]]:
     """Kubernetes objects, in the order in which they are applied."""
-    found = [_kserve(launch, server)]
+    workload = [_kserve(launch, server)]
     if server.variant == DEPLOYMENT:
-        found = [_service(launch), _deployment(launch, server)]
+        workload = [_service(launch), _deployment(launch, server)]
     return [
-        *found,
+        *workload,
         _budget(launch),
         _monitoring(launch),
         _autoscaler(launch, server),
@@ -186,10 +186,10 @@ def machine_type(launch: Launch) -> str:
 
 def selectors(launch: Launch) -> dict[str, str]:
     """Node selector: that of a training on the slice, and the machine type if it has all eight chips."""
-    found = gke.selectors(launch)
+    labels = gke.selectors(launch)
     if launch.on.num_chips in WIDE:
-        found["node.kubernetes.io/instance-type"] = machine_type(launch)
-    return found
+        labels["node.kubernetes.io/instance-type"] = machine_type(launch)
+    return labels
 
 
 def command(launch: Launch, server: GkeServer) -> list[str]:

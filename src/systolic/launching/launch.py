@@ -102,10 +102,10 @@ class LaunchBill:
     def whence(self) -> str:
         """Region and date of the price, with a warning if the chips are in another region."""
         text = f"prices of {', '.join(filter(None, (self.region, self.as_of)))}"
-        asked = self.zone.rpartition("-")[0]
-        other = asked not in ("", self.region)
+        region = self.zone.rpartition("-")[0]
+        other = region not in ("", self.region)
         return (
-            f"{text}; the catalogue has none for {asked}, where they may differ" if other else text
+            f"{text}; the catalogue has none for {region}, where they may differ" if other else text
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Prepared:
         """JSON object, without the files' contents."""
         return {
             "files": sorted(self.files),
-            "asked": [asdict(one) for one in self.asked],
+            "asked": [asdict(default) for default in self.asked],
             "checks": [list(words) for words in self.checks],
             "submit": [list(words) for words in self.submit],
             "status": list(self.status),

@@ -73,15 +73,15 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
                 f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
             )
         check_here(from_record({**before, "folder": str(folder.absolute())}, name))
-    found = {one.name: one for one in launches()}.get(name)
-    if found is None:
+    other = {launched.name: launched for launched in launches()}.get(name)
+    if other is None:
         return
-    check_here(found)
-    if found.detached and found.alive():
+    check_here(other)
+    if other.detached and other.alive():
         raise RunError(f"{name} is running; run systolic stop {name}, or choose another --name")
-    if found.path != folder.absolute() and found.path.is_dir():
+    if other.path != folder.absolute() and other.path.is_dir():
         raise RunError(
-            f"the launch {name} is in {found.folder}; choose another --name, or launch it again with --out {found.folder}"
+            f"the launch {name} is in {other.folder}; choose another --name, or launch it again with --out {other.folder}"
         )
 
 
@@ -104,45 +104,51 @@ def submit(launched: Launched) -> Launched:
     first = (*launched.commands["submit"], *launched.commands["checks"])
     for client in (*(each[0] for each in first), *NEEDS.get(launched.via, ())):
         check_client(client)
-    made = _placed(launched)
-    words = made.commands["submit"]
-    for each in made.commands["checks"]:
-        call(made.path, each)
-    _check_run(made)
-    before = last_record(made.path, made.name)
+    placed = _placed(launched)
+    words = placed.commands["submit"]
+    for each in placed.commands["checks"]:
+        call(placed.path, each)
+    _check_run(placed)
+    before = last_record(placed.path, placed.name)
     now = utc_now()
-    made = replace(made, submitted=now, earlier=_earlier(made, before, now))
+    placed = replace(placed, submitted=now, earlier=_earlier(placed, before, now))
     # Recorded before it starts: a launch that started only in part must be listed so that it can be stopped.
-    keep(made)
+    keep(placed)
     untouched = True
     try:
         for each in words[:-1]:
-            call(made.path, each)
-        if made.detached:
-            _start(made, words[-1])
+            call(placed.path, each)
+        if placed.detached:
+            _start(placed, words[-1])
         else:
             untouched = False
-            call(made.path, words[-1])
+            call(placed.path, words[-1])
     except (RunError, KeyboardInterrupt) as error:
         why = str(error).removesuffix("; its output is above") or "interrupted"
-        keep(replace(made, failed=why, untouched=untouched))
+        keep(replace(placed, failed=why, untouched=untouched))
         raise
-    return made
+    return placed
 
 
-def _check_run(made: Launched) -> None:
+def _check_run(launched: Launched) -> None:
     """Checks that no other process here trains the run: it would cost restarts, and the launch would take it over later.
 
     Raises:
         RunError: another launch or another process uses the run.
     """
-    run = made.run
-    for one in launches():
-        if run and one.run == run and one.path != made.path and one.detached and one.alive():
+    run = launched.run
+    for other in launches():
+        if (
+            run
+            and other.run == run
+            and other.path != launched.path
+            and other.detached
+            and other.alive()
+        ):
             raise RunError(
-                f"{run} is in use by the launch {one.name}; run systolic stop {one.name}, or choose another --run"
+                f"{run} is in use by the launch {other.name}; run systolic stop {other.name}, or choose another --run"
             )
-    left = read_record(made.path / STATE).get("running", ())
+    left = read_record(launched.path / STATE).get("running", ())
     # Processes that a killed supervisor of this launch left behind are ended by the next.
     if run and Path(run).is_dir() and is_held(Path(run)) and not any(map(lives, left)):
         raise RunError(
@@ -150,12 +156,12 @@ def _check_run(made: Launched) -> None:
         )
 
 
-def _earlier(made: Launched, before: Mapping[str, Any], now: str) -> list[Mapping[str, Any]]:
+def _earlier(launched: Launched, before: Mapping[str, Any], now: str) -> list[Mapping[str, Any]]:
     """Submissions before this one, each at its own price; objects updated in place had theirs until ``now``."""
     earlier = list(before.get("earlier", ()))
     if before.get("submitted"):
         last = {name: before.get(name) for name in SUBMISSION}
-        if made.commands["in_place"] and not last["stopped"]:
+        if launched.commands["in_place"] and not last["stopped"]:
             last["stopped"] = now
         earlier.append({**last, "until": now})
     return earlier
@@ -167,10 +173,10 @@ def _placed(launched: Launched) -> Launched:
     Raises:
         RunError: the client has no default, or another one than at submit.
     """
-    found: list[str] = []
-    for asked in launched.commands["asked"]:
-        found.append(f"--{asked['what']}={_answer(asked, found)}")
-    place = shlex.join(found)
+    defaults: list[str] = []
+    for default in launched.commands["asked"]:
+        defaults.append(f"--{default['what']}={_answer(default, defaults)}")
+    place = shlex.join(defaults)
     if launched.place not in ("", place):
         raise RunError(
             f"{launched.name} was submitted with {launched.place}, but the defaults are now {place}; run systolic stop {launched.name} first"
@@ -178,19 +184,19 @@ def _placed(launched: Launched) -> Launched:
     return launched if launched.place or not place else at_place(launched, place)
 
 
-def _answer(asked: Mapping[str, Any], found: Sequence[str]) -> str:
+def _answer(default: Mapping[str, Any], fixed: Sequence[str]) -> str:
     """Asks a client for a default, given the options that are fixed already.
 
     Raises:
         RunError: the client fails, or prints nothing where it must.
     """
-    words = [*asked["words"], *found]
+    words = [*default["words"], *fixed]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    answer = done.stdout.strip() or ("" if done.returncode else asked["empty"])
+    answer = done.stdout.strip() or ("" if done.returncode else default["empty"])
     if done.returncode or not answer:
         why = (done.stderr.strip() or "no answer").splitlines()[-1]
-        then = f"; {asked['otherwise']}" if asked["otherwise"] else ""
-        raise RunError(f"{shlex.join(words)} returned no {asked['what']} ({why}){then}")
+        then = f"; {default['otherwise']}" if default["otherwise"] else ""
+        raise RunError(f"{shlex.join(words)} returned no {default['what']} ({why}){then}")
     return answer
 
 
@@ -253,11 +259,11 @@ def stop(launched: Launched) -> Stopped:
         os.killpg(read_record(launched.path / PROCESS)["pid"], signal.SIGKILL)
     left = _has_left_queue(launched)
     codes = [GONE if left else _end(launched, words) for words in launched.commands["stop"]]
-    found = any(code != GONE for code in codes)
-    if launched.submitted is None and not found:
+    existed = any(code != GONE for code in codes)
+    if launched.submitted is None and not existed:
         return Stopped(name=launched.name, text=NOT_SUBMITTED)
     by_kubectl = launched.commands["stop"][0][0] == "kubectl"
-    if not found and by_kubectl and not launched.place:
+    if not existed and by_kubectl and not launched.place:
         raise RunError(
             f"kubectl finds nothing of {launched.name} in its current context; select the launch's with kubectl config use-context CONTEXT"
         )
@@ -266,7 +272,7 @@ def stop(launched: Launched) -> Stopped:
         return _unsaved(launched, "the container was killed before the training had saved")
     where = f" ({launched.place})" if launched.place else ""
     return Stopped(
-        name=launched.name, text="stopped" if found else f"already gone, nothing to stop{where}"
+        name=launched.name, text="stopped" if existed else f"already gone, nothing to stop{where}"
     )
 
 

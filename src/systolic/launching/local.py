@@ -25,10 +25,10 @@ def prepare(launch: Launch) -> Prepared:
     count = on.num_hosts if launch.processes is None else launch.processes
     some = choices(on.num_devices, MOST_PROCESSES)
     if count > MOST_PROCESSES:
-        given = f"--processes is {count}" if launch.processes else f"{on.name} has {count} hosts"
+        number = f"--processes is {count}" if launch.processes else f"{on.name} has {count} hosts"
         instead = "give" if launch.processes else "choose a smaller slice, or give --processes"
         raise OptionError(
-            f"{given}, but local starts at most {MOST_PROCESSES} processes; {instead} {some}"
+            f"{number}, but local starts at most {MOST_PROCESSES} processes; {instead} {some}"
         )
     if on.num_devices % count:
         raise OptionError(

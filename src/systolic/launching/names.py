@@ -75,8 +75,8 @@ def fitting(name: str, longest: int = NAME_LENGTH) -> str:
 
 def choices(total: int, most: int) -> str:
     """Numbers up to a maximum that divide a total: ``1, 2 or 4``."""
-    found = [str(number) for number in range(1, min(total, most) + 1) if total % number == 0]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+    divisors = [str(number) for number in range(1, min(total, most) + 1) if total % number == 0]
+    return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
 
 
 def number_of(number: int, noun: str) -> str:
@@ -175,12 +175,12 @@ def in_bucket(run: str, what: str = "--run") -> tuple[str, str]:
     Raises:
         OptionError: it does not have the form ``gs://BUCKET/FOLDER``.
     """
-    found = _BUCKET.fullmatch(run)
-    if found is None:
+    match = _BUCKET.fullmatch(run)
+    if match is None:
         raise OptionError(
             f"{what} is {run!r}; it takes gs://BUCKET/FOLDER, with 3 or more lower-case letters, digits, - _ and . in BUCKET"
         )
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def check_shared(run: str, hosts: int, *, volume: str = "") -> None:

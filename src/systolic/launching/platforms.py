@@ -49,10 +49,10 @@ def prepare(via: str, launch: Launch) -> Prepared:
     if "zone" in READS[via]:
         prepared = replace(prepared, notes=(*tpu_vm.zone_notes(launch), *prepared.notes))
     unread = [each.name for each in fields(Site) if each.name not in READS[via]]
-    given = [f"--{name.replace('_', '-')}" for name in unread if attrgetter(name)(launch.site)]
-    if not given:
+    unused = [f"--{name.replace('_', '-')}" for name in unread if attrgetter(name)(launch.site)]
+    if not unused:
         return prepared
-    note = f"{', '.join(given)} is not used by {via}; set it in the client's own configuration, if it has such a setting"
+    note = f"{', '.join(unused)} is not used by {via}; set it in the client's own configuration, if it has such a setting"
     return replace(prepared, notes=(*prepared.notes, note))
 
 

@@ -94,7 +94,7 @@ def record(
     via: str, launch: Launch, prepared: Prepared, bill: LaunchBill, folder: Path
 ) -> Launched:
     """Record of a launch, written into its folder; a submitted record stays there until the new launch is submitted."""
-    made = Launched(
+    launched = Launched(
         name=launch.name,
         via=via,
         slice=launch.on.name,
@@ -109,10 +109,10 @@ def record(
     )
     before = last_record(folder, launch.name)
     if prepared.asked and before.get("place") and not before.get("stopped"):
-        made = at_place(made, before["place"])
+        launched = at_place(launched, before["place"])
     if not before.get("submitted"):
-        write_json(folder / RECORD, made.to_json())
-    return made
+        write_json(folder / RECORD, launched.to_json())
+    return launched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class WrittenLaunch:
 def where_of(launch: Launch) -> str:
     """Zone, project and namespace of a launch, as options."""
     site = launch.site
-    given = {"zone": site.zone, "project": site.project, "namespace": site.namespace}
-    return " ".join(f"--{name} {value}" for name, value in given.items() if value)
+    places = {"zone": site.zone, "project": site.project, "namespace": site.namespace}
+    return " ".join(f"--{name} {value}" for name, value in places.items() if value)
 
 
 def keep(launched: Launched) -> None:
@@ -166,8 +166,8 @@ def at_place(launched: Launched, place: str) -> Launched:
 
 def launches() -> list[Launched]:
     """Launches submitted from this account, newest first."""
-    found = [_listed(path) for path in index().glob("*.json")]
-    return sorted(found, key=lambda one: one.submitted or "", reverse=True)
+    launched = [_listed(path) for path in index().glob("*.json")]
+    return sorted(launched, key=lambda submission: submission.submitted or "", reverse=True)
 
 
 def find(name: str) -> Launched:
@@ -177,12 +177,12 @@ def find(name: str) -> Launched:
         NotFoundError: no launch has that name; the message suggests the nearest.
         RunError: the folder is missing, or the record is damaged.
     """
-    found = listed(name)
-    if found.trouble:
+    launched = listed(name)
+    if launched.trouble:
         raise RunError(
-            f"{found.name}: {found.trouble}; systolic status {found.name} shows what was launched"
+            f"{launched.name}: {launched.trouble}; systolic status {launched.name} shows what was launched"
         )
-    return found
+    return launched
 
 
 def listed(name: str) -> Launched:
@@ -193,7 +193,7 @@ def listed(name: str) -> Launched:
     Raises:
         NotFoundError: no launch has that name; the message suggests the nearest.
     """
-    known = {one.name: one for one in launches()}
+    known = {launched.name: launched for launched in launches()}
     written = Path(FOLDERS) / name
     if (Path(name) / RECORD).is_file():
         moved = launch_in(Path(name))
@@ -259,8 +259,8 @@ def launch_in(folder: Path) -> Launched:
     """
     path = folder / RECORD
     try:
-        found = msgspec.convert(json.loads(path.read_text()), Launched)
-        return replace(found, folder=str(folder.absolute()))
+        launched = msgspec.convert(json.loads(path.read_text()), Launched)
+        return replace(launched, folder=str(folder.absolute()))
     except msgspec.ValidationError as error:
         why = f"damaged ({error})"
     except ValueError:
@@ -270,9 +270,9 @@ def launch_in(folder: Path) -> Launched:
 
 def last_record(folder: Path, name: str) -> dict[str, Any]:
     """Record of a launch in its folder; if it is damaged, the copy of it in the list; empty without either."""
-    found = read_record(folder / RECORD)
-    if found or not (folder / RECORD).is_file():
-        return found
+    fields = read_record(folder / RECORD)
+    if fields or not (folder / RECORD).is_file():
+        return fields
     kept = read_record(index() / f"{name}.json")
     return kept if kept.get("folder") == str(folder.absolute()) else {}
 
@@ -280,10 +280,10 @@ def last_record(folder: Path, name: str) -> dict[str, Any]:
 def read_record(path: Path) -> dict[str, Any]:
     """Reads a JSON object; empty if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        fields = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def index() -> Path:

@@ -146,9 +146,9 @@ def source_of(
     return replace(source, chosen=kept)
 
 
-def _source(recipe: Recipe, options: Mapping[str, Any], given: Mapping[str, Any]) -> JobSource:
+def _source(recipe: Recipe, options: Mapping[str, Any], typed: Mapping[str, Any]) -> JobSource:
     return JobSource(
-        recipe=recipe, options=arguments_of(recipe, options), given=frozenset(map(dashed, given))
+        recipe=recipe, options=arguments_of(recipe, options), given=frozenset(map(dashed, typed))
     )
 
 
@@ -272,7 +272,7 @@ def describe(request: LaunchRequest) -> Launch:
 
 
 def _check_folder(run: str) -> None:
-    there = next(one for one in (Path(run), *Path(run).parents) if one.exists())
+    there = next(path for path in (Path(run), *Path(run).parents) if path.exists())
     if not there.is_dir():
         raise OptionError(f"--run is {run}, but {there} is a file; give a folder: --run DIR")
 
@@ -288,15 +288,15 @@ def notes(request: LaunchRequest) -> list[str]:
     """Notes on paths of this machine in the command, which other machines may not have."""
     if request.via in OURS:
         return []
-    found = [
+    warnings = [
         f"--{dashed(name)} is {value}, a path of this machine; it must exist at the same path on the others"
         for name, value in _local(request)
     ]
     if request.recipe.target in _paths(request):
-        found.append(
+        warnings.append(
             f"{request.recipe.target} is a path of this machine; it must exist on the others"
         )
-    return found
+    return warnings
 
 
 def check_paths(request: LaunchRequest) -> None:
@@ -334,18 +334,18 @@ def _elsewhere(request: LaunchRequest, path: str) -> str:
 
 def _local(request: LaunchRequest) -> list[tuple[str, Path]]:
     """Options of the recipe with paths that exist here; of several paths each."""
-    found: list[tuple[str, Path]] = []
+    paths: list[tuple[str, Path]] = []
     for name, value in request.source.options.items():
         several = value if isinstance(value, tuple | list) else (value,)
-        found += [(name, one) for one in several if isinstance(one, Path) and one.exists()]
-    return found
+        paths += [(name, path) for path in several if isinstance(path, Path) and path.exists()]
+    return paths
 
 
 def _paths(request: LaunchRequest) -> list[str]:
     """Paths of this machine in the command: those in options, and the target if it is a path but not a recipe's file."""
-    found = [str(one) for _, one in _local(request)]
+    paths = [str(path) for _, path in _local(request)]
     target = request.recipe.target
-    return [*found, *([target] if request.recipe.file is None and Path(target).exists() else [])]
+    return [*paths, *([target] if request.recipe.file is None and Path(target).exists() else [])]
 
 
 def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> LaunchBill:
@@ -369,8 +369,8 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
         source, times = "a quick forecast", {"step_seconds": step_seconds}
 
     def total(name: str) -> float | None:
-        one = times.get(name)
-        return None if one is None else one * steps
+        seconds = times.get(name)
+        return None if seconds is None else seconds * steps
 
     return LaunchBill(
         purchase=purchase,
@@ -418,17 +418,19 @@ def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
         packages = lock(EXTRAS.get(launch.on.platform, ()), ())
         head = f"{launch.header()}# Python {python()}\n"
         pins = "".join(f"{name}=={version}\n" for name, version in packages.pins.items())
-        texts[REQUIREMENTS] = head + pins + "".join(f"{one}\n" for one in packages.loose)
+        texts[REQUIREMENTS] = (
+            head + pins + "".join(f"{requirement}\n" for requirement in packages.loose)
+        )
         texts |= {f"{CODE}/{path}": text for path, text in launch.code.items()}
         texts[f"{CODE}/README"] = "The recipe of the launch, if it is a file.\n"
     for name, text in texts.items():
         write_atomically(folder / name, text)
-    found = [folder / name for name in texts]
+    paths = [folder / name for name in texts]
     if prepared.ships:
         shutil.rmtree(folder / WHEELS, ignore_errors=True)
         (folder / WHEELS).mkdir()
-        found.append(write_wheel(folder / WHEELS))
-    return found
+        paths.append(write_wheel(folder / WHEELS))
+    return paths
 
 
 def _words(request: LaunchRequest) -> list[str]:
@@ -448,15 +450,15 @@ def _words(request: LaunchRequest) -> list[str]:
 
 def _code(recipe: Recipe) -> dict[str, str]:
     assert recipe.file is not None
-    found = {}
+    texts = {}
     for name, content in {recipe.file.name: recipe.source, **recipe.modules}.items():
         try:
-            found[name] = content.decode()
+            texts[name] = content.decode()
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{name}, imported by {recipe.target}, is not text; put it into the image"
             ) from error
-    return found
+    return texts
 
 
 def _counted(on: Slice) -> str:

@@ -119,17 +119,17 @@ def task(launch: Launch) -> dict[str, Any]:
 def resources(launch: Launch) -> dict[str, Any]:
     """Accelerators and their place; SkyPilot chooses what is not given."""
     on, zone = launch.on, launch.site.zone
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if zone:
-        found["infra"] = f"gcp/{zone.rpartition('-')[0]}/{zone}"
+        fields["infra"] = f"gcp/{zone.rpartition('-')[0]}/{zone}"
     elif on.chip.kind is ChipKind.tpu:
-        found["infra"] = "gcp"
+        fields["infra"] = "gcp"
     if on.chip.kind is ChipKind.tpu:
-        found["accelerators"] = {f"tpu-{accelerator_type(launch)}": 1}
-        found["accelerator_args"] = {"tpu_vm": True, "runtime_version": RUNTIMES[on.chip.name]}
+        fields["accelerators"] = {f"tpu-{accelerator_type(launch)}": 1}
+        fields["accelerator_args"] = {"tpu_vm": True, "runtime_version": RUNTIMES[on.chip.name]}
     else:
-        found["accelerators"] = {GPUS[on.chip.name]: on.num_chips // on.num_hosts}
-    found["use_spot"] = launch.purchase is Purchase.spot
+        fields["accelerators"] = {GPUS[on.chip.name]: on.num_chips // on.num_hosts}
+    fields["use_spot"] = launch.purchase is Purchase.spot
     # Preempted jobs restart without this.
-    found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]}
-    return found
+    fields["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]}
+    return fields

@@ -147,26 +147,26 @@ def nodes(launch: Launch) -> int:
 
 def _lines(launch: Launch) -> list[str]:
     """Options of ``sbatch`` that depend on the launch's options."""
-    site, asked = launch.site, launch.slurm
-    found = []
-    if asked.time:
-        if not _TIME.fullmatch(asked.time) or not any(c in "123456789" for c in asked.time):
+    site, options = launch.site, launch.slurm
+    flags = []
+    if options.time:
+        if not _TIME.fullmatch(options.time) or not any(c in "123456789" for c in options.time):
             raise OptionError(
-                f"--time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
+                f"--time is {options.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
             )
-        if seconds(asked.time) < SHORTEST_SECONDS:
+        if seconds(options.time) < SHORTEST_SECONDS:
             raise OptionError(
-                f"--time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
+                f"--time is {options.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
             )
-        found.append(f"--time={asked.time}")
+        flags.append(f"--time={options.time}")
     if site.queue:
-        found.append(f"--partition={site.queue}")
+        flags.append(f"--partition={site.queue}")
     if site.account:
-        found.append(f"--account={site.account}")
-    more = [word for word in asked.options if not _is(word, _DEPENDENCY)]
+        flags.append(f"--account={site.account}")
+    more = [word for word in options.options if not _is(word, _DEPENDENCY)]
     for word in more:
         _check_option(word, site)
-    return [*found, *more]
+    return [*flags, *more]
 
 
 def _is(word: str, option: str) -> bool:
@@ -198,8 +198,8 @@ def _dependency(words: Sequence[str]) -> str:
 
     sbatch takes one separator, and uses the last of several options: https://slurm.schedmd.com/sbatch.html#OPT_dependency.
     """
-    given = [word for word in words if _is(word, _DEPENDENCY)]
-    for word in given:
+    words_given = [word for word in words if _is(word, _DEPENDENCY)]
+    for word in words_given:
         if not _OPTION.fullmatch(word) or "=" not in word:
             raise OptionError(
                 f"--sbatch has {word!r}; it takes dependencies as --dependency=afterok:JOB"
@@ -208,16 +208,20 @@ def _dependency(words: Sequence[str]) -> str:
             raise OptionError(
                 f"--sbatch has {word}, of which one is enough, but the job also waits for others of its name ({_SINGLETON}), and Slurm does not combine the two; separate them with commas, or give one"
             )
-    found = [one for word in given for one in word.partition("=")[2].split(",")]
-    return ",".join([*(one for one in found if one != _SINGLETON), _SINGLETON])
+    dependencies = [
+        dependency for word in words_given for dependency in word.partition("=")[2].split(",")
+    ]
+    return ",".join(
+        [*(dependency for dependency in dependencies if dependency != _SINGLETON), _SINGLETON]
+    )
 
 
 def _notes(launch: Launch) -> tuple[str, ...]:
-    asked = launch.slurm
+    options = launch.slurm
     notes = [
-        f"this folder, {launch.run} and {asked.programs or 'Systolic'} must be on a disk that the nodes share"
+        f"this folder, {launch.run} and {options.programs or 'Systolic'} must be on a disk that the nodes share"
     ]
-    if not asked.time:
+    if not options.time:
         notes.append(
             "no --time is given, so the partition's limit applies; at the limit the job saves, requeues and continues in either case"
         )

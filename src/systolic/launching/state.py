@@ -125,7 +125,7 @@ class LaunchCost:
     @property
     def usd(self) -> float:
         """Cost of all submissions in US dollars."""
-        return self.hours * self.usd_per_hour + sum(one.usd for one in self.earlier)
+        return self.hours * self.usd_per_hour + sum(submission.usd for submission in self.earlier)
 
     @property
     def usd_most(self) -> float | None:
@@ -133,12 +133,14 @@ class LaunchCost:
         most = self.usd_per_hour_most
         if most is None:
             return None
-        return self.hours * most + sum(one.usd_most or one.usd for one in self.earlier)
+        return self.hours * most + sum(
+            submission.usd_most or submission.usd for submission in self.earlier
+        )
 
     @property
     def hours_in_all(self) -> float:
         """Hours of all submissions."""
-        return self.hours + sum(one.hours for one in self.earlier)
+        return self.hours + sum(submission.hours for submission in self.earlier)
 
     def to_json(self) -> dict[str, Any]:
         """JSON object."""
@@ -147,7 +149,7 @@ class LaunchCost:
             "used_usd": self.usd,
             "used_usd_most": self.usd_most,
             "used_since": self.since,
-            "used_at_most": self.at_most or any(one.at_most for one in self.earlier),
+            "used_at_most": self.at_most or any(submission.at_most for submission in self.earlier),
             "used_submissions": 1 + len(self.earlier),
         }
 
@@ -176,19 +178,21 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     if launched.trouble or launched.via == LOCAL or launched.submitted is None:
         return None
     watched = launched.detached and (launched.alive() or (launched.path / ENDED).exists())
-    found = _of_one(launched, now, watched=watched)
-    if found is None:
+    current = _of_one(launched, now, watched=watched)
+    if current is None:
         return None
     names = {"slice": str, "bill": dict, "submitted": str}
     before = []
     for each in launched.earlier:
         if not all(isinstance(each.get(name), kind) for name, kind in names.items()):
             continue  # of another version
-        given = {name: each.get(name) for name in (*names, "stopped")}
-        given["untouched"] = bool(each.get("untouched"))
-        one = _of_one(replace(launched, **given), _seconds(each["until"]), watched=False)
-        before += [] if one is None else [one]
-    return replace(found, earlier=before)
+        submission = {name: each.get(name) for name in (*names, "stopped")}
+        submission["untouched"] = bool(each.get("untouched"))
+        submission_cost = _of_one(
+            replace(launched, **submission), _seconds(each["until"]), watched=False
+        )
+        before += [] if submission_cost is None else [submission_cost]
+    return replace(current, earlier=before)
 
 
 def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | None:

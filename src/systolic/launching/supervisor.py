@@ -207,10 +207,10 @@ class Supervisor:
 
     def _watch(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
         """Waits until all have ended; after a failure or a stop, at most for the time allowed."""
-        deadline, told = None, False
+        deadline, signalled = None, False
         while None in [each.poll() for each in running]:
-            if self._stopped and not told:
-                told, deadline = True, time.monotonic() + SAVE_SECONDS
+            if self._stopped and not signalled:
+                signalled, deadline = True, time.monotonic() + SAVE_SECONDS
                 for each in running:
                     each.terminate()
             failed = [n for n, each in enumerate(running) if each.returncode not in (None, 0)]
@@ -229,9 +229,9 @@ class Supervisor:
         """Ends processes that a killed supervisor left behind, which would continue to write the run."""
         path = self.folder / STATE
         before = json.loads(path.read_text()) if path.exists() else {}
-        for one in before.get("running", []):
-            if lives(one):
-                os.kill(one["pid"], signal.SIGKILL)
+        for leftover in before.get("running", []):
+            if lives(leftover):
+                os.kill(leftover["pid"], signal.SIGKILL)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -147,8 +147,8 @@ def check_slice(launch: Launch) -> None:
 
 def accelerator_type(launch: Launch) -> str:
     """Accelerator type of one slice: ``v5litepod-16``, ``v5p-8``."""
-    one = launch.on.name.partition("x")[2] if launch.on.num_slices > 1 else launch.on.name
-    _, _, number = one.rpartition("-")
+    slice_name = launch.on.name.partition("x")[2] if launch.on.num_slices > 1 else launch.on.name
+    _, _, number = slice_name.rpartition("-")
     return f"{API_NAMES.get(launch.on.chip.name, launch.on.chip.name)}-{number}"
 
 

@@ -101,16 +101,16 @@ def _adapted(
 ) -> AdaptedWeight:
     outer = len([name for name in axes if name in STACKED])
     inputs = outer + num_inputs(axes[outer:])
-    stack, given, made = value.shape[:outer], value.shape[outer:inputs], value.shape[inputs:]
-    reach = math.prod(given) ** -0.5
+    stack, in_dims, out_dims = value.shape[:outer], value.shape[outer:inputs], value.shape[inputs:]
+    reach = math.prod(in_dims) ** -0.5
     down = jax.random.uniform(
-        rngs.params(), (*stack, *given, adapter.rank), jnp.float32, -reach, reach
+        rngs.params(), (*stack, *in_dims, adapter.rank), jnp.float32, -reach, reach
     )
-    up = jnp.zeros((*stack, adapter.rank, *made), jnp.float32)
+    up = jnp.zeros((*stack, adapter.rank, *out_dims), jnp.float32)
     base: Any = Frozen(value, out_sharding=axes)
     if adapter.kind is AdapterKind.qlora:
-        made = compact_base(value, axes)
-        base = (Frozen(made.codes, out_sharding=axes), Frozen(made.scales, out_sharding=axes))
+        compact = compact_base(value, axes)
+        base = (Frozen(compact.codes, out_sharding=axes), Frozen(compact.scales, out_sharding=axes))
     return AdaptedWeight(
         base,
         nnx.Param(down, out_sharding=(*axes[:inputs], None)),
@@ -186,8 +186,10 @@ def _joined(base: jax.Array | Quantized, a: jax.Array, b: jax.Array, scale: floa
     """W + scale A B, each with the same leading dims of a stack, one matrix at a time."""
     dtype = base.scales.dtype if isinstance(base, Quantized) else base.dtype
 
-    def one(base: jax.Array | Quantized, a: jax.Array, b: jax.Array) -> jax.Array:
+    def whole(base: jax.Array | Quantized, a: jax.Array, b: jax.Array) -> jax.Array:
         return LowRank(base, a, b, scale).merged().astype(dtype)
 
     stacked = a.ndim + b.ndim - 2 - len(base.shape)
-    return one(base, a, b) if not stacked else jax.lax.map(lambda each: one(*each), (base, a, b))
+    return (
+        whole(base, a, b) if not stacked else jax.lax.map(lambda each: whole(*each), (base, a, b))
+    )

@@ -115,11 +115,11 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG if path.is_dir() else path
     refuse_pointer(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8-sig"))
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise NotFoundError(f"{file} can't be read ({error.strerror}); check the path") from error
     except ValueError as error:
         raise DataError(f"{file} is not JSON ({error}); write it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise DataError(f"{file} is no JSON object; give a config.json of transformers")
-    return found
+    return config

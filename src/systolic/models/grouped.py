@@ -131,11 +131,11 @@ def _quantized_product(
     # Of fewer rows than a tile has XLA makes a dense product with all groups.
     padded = jnp.pad(x, ((0, -x.shape[0] % LEAST_ROWS), (0, 0)))
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
-        made = jax.lax.ragged_dot(padded, codes, sizes, preferred_element_type=x.dtype)
-    made = made[: x.shape[0]]
+        products = jax.lax.ragged_dot(padded, codes, sizes, preferred_element_type=x.dtype)
+    products = products[: x.shape[0]]
     ends, groups = jnp.cumsum(sizes), codes.shape[0]
     group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
-    return made * matrices.scales[:, 0].astype(x.dtype)[jnp.minimum(group, groups - 1)]
+    return products * matrices.scales[:, 0].astype(x.dtype)[jnp.minimum(group, groups - 1)]
 
 
 def pallas_product(

@@ -96,15 +96,15 @@ def start(module: nnx.Module, rngs: nnx.Rngs) -> None:
     The compiler spends half a second or more on each draw of another shape, which for a ResNet of
     50 layers is half a minute before the first step.
     """
-    found = [
+    parameters = [
         (path, parameter)
         for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param))
         if DEVIATION in parameter.get_metadata()
     ]
-    sizes = [parameter.size for _, parameter in found]
+    sizes = [parameter.size for _, parameter in parameters]
     draw = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, (sum(sizes),), jnp.float32)
     filled, offset = [], 0
-    for (path, parameter), size in zip(found, sizes, strict=True):
+    for (path, parameter), size in zip(parameters, sizes, strict=True):
         scale = parameter.get_metadata(DEVIATION) / TRUNCATED_DEVIATION
         part = jax.lax.slice_in_dim(draw, offset, offset + size)
         filled.append((path, parameter.replace(scale * part.reshape(parameter.shape))))
@@ -210,8 +210,8 @@ def _scaled(
         return w8a8_convolution(convolution, x, kernel, *how)
     if not kernel.scaled_after or max(kernel.scales.shape[:-1]) > 1:
         return convolution(x, kernel.restored(x.dtype), *how)
-    made = convolution(x, kernel.codes.astype(x.dtype), *how)
-    return made * kernel.scales.reshape(-1).astype(x.dtype)
+    outputs = convolution(x, kernel.codes.astype(x.dtype), *how)
+    return outputs * kernel.scales.reshape(-1).astype(x.dtype)
 
 
 def recomputed(block: Callable[[jax.Array], jax.Array], x: jax.Array, layout: Layout) -> jax.Array:

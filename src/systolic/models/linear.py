@@ -100,24 +100,24 @@ def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -
     float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
     float32 in each call; a product over several dims would transpose them.
     """
-    found = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
-    if found is None:
+    matrices = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
+    if matrices is None:
         return jnp.einsum(spec, x, weights)
-    flat = found.flat
+    flat = matrices.flat
     if x.dtype.itemsize == 2:
         flat = _two_rows(flat)
-    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.float32)
-    return made[: len(found.flat)].astype(x.dtype).reshape(found.shape)
+    outputs = jnp.einsum(matrices.form, flat, matrices.matrix, preferred_element_type=jnp.float32)
+    return outputs[: len(matrices.flat)].astype(x.dtype).reshape(matrices.shape)
 
 
 def integer_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
     """``einsum(spec, x, codes)`` of int8 arrays as int32; on one CPU of two rows at least, since of one XLA widens all codes to int32 in each call."""
-    found = _as_matrices(target, spec, x, codes)
-    if found is None:
+    matrices = _as_matrices(target, spec, x, codes)
+    if matrices is None:
         return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
-    flat = _two_rows(found.flat)
-    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.int32)
-    return made[: len(found.flat)].reshape(found.shape)
+    flat = _two_rows(matrices.flat)
+    outputs = jnp.einsum(matrices.form, flat, matrices.matrix, preferred_element_type=jnp.int32)
+    return outputs[: len(matrices.flat)].reshape(matrices.shape)
 
 
 def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
@@ -128,18 +128,18 @@ def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> 
     Their 16 bits span the largest input of a row, :data:`DIGITS` steps to each side, so that the error is below that of bfloat16
     for inputs down to a hundredth of it.
     """
-    found = _as_matrices(target, spec, x, codes) if codes.dtype == jnp.int8 else None
-    if found is None or len(found.flat) > SPLIT_ROWS:
+    matrices = _as_matrices(target, spec, x, codes) if codes.dtype == jnp.int8 else None
+    if matrices is None or len(matrices.flat) > SPLIT_ROWS:
         return plain_product(target, spec, x, codes.astype(x.dtype))
-    rows, wide = len(found.flat), found.flat.astype(jnp.float32)
+    rows, wide = len(matrices.flat), matrices.flat.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scales = jnp.where(largest > 0, largest, DIGITS) * (1 / DIGITS)
     whole = jnp.round(wide / scales)
     high = jnp.round(whole * (1 / BASE))
     digits = jnp.concatenate([high, whole - high * BASE]).astype(jnp.int8)
-    sums = jnp.einsum(found.form, digits, found.matrix, preferred_element_type=jnp.int32)
-    made = (sums[:rows].astype(jnp.float32) * BASE + sums[rows:].astype(jnp.float32)) * scales
-    return made.astype(x.dtype).reshape(found.shape)
+    sums = jnp.einsum(matrices.form, digits, matrices.matrix, preferred_element_type=jnp.int32)
+    outputs = (sums[:rows].astype(jnp.float32) * BASE + sums[rows:].astype(jnp.float32)) * scales
+    return outputs.astype(x.dtype).reshape(matrices.shape)
 
 
 class _Matrices(NamedTuple):
@@ -157,10 +157,10 @@ class _Matrices(NamedTuple):
 def _as_matrices(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> _Matrices | None:
     """The product as one of two matrices; ``None`` where it is none, or no server on one CPU makes it of few rows."""
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
-    inputs = sum(letter in given for letter in matrix)
-    first, last = (given.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
-    summed = not any(letter in out for letter in matrix if letter in given)
+    operand, matrix = operands.split(",")
+    inputs = sum(letter in operand for letter in matrix)
+    first, last = (operand.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
+    summed = not any(letter in out for letter in matrix if letter in operand)
     rows = x.size // math.prod(x.shape[-inputs:])
     if not served_on_cpu(target, rows) or not summed or not (first or last):
         return None
@@ -203,7 +203,7 @@ def _with_frozen(
 def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
     """scale (x A) B, in the dtype of ``x``; where ``spec`` sums over the outputs of the matrix, B comes first."""
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
+    operand, matrix = operands.split(",")
     rank = next(letter for letter in "zyxwvut" if letter not in spec)
     inputs = weights.a.ndim - 1
     parts = [
@@ -212,10 +212,10 @@ def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
     ]
     if any(letter in out for letter in matrix[:inputs]):
         parts.reverse()
-    (first, one), (second, other) = parts
-    kept = [letter for letter in given if letter in out or letter in second]
+    (first, factor), (second, other) = parts
+    kept = [letter for letter in operand if letter in out or letter in second]
     between = "".join(kept) + rank
-    narrow = jnp.einsum(f"{given},{first}->{between}", x, one)
+    narrow = jnp.einsum(f"{operand},{first}->{between}", x, factor)
     return jnp.einsum(f"{between},{second}->{out}", narrow * weights.scale, other)
 
 

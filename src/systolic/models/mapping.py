@@ -1,18 +1,23 @@
-"""Weights of another library's files as parameters of ours, and back, one stacked layer or expert at a time."""
+"""Weights of another library's files as parameters of ours, and back, one stacked layer or expert at a time.
+
+Fields of a config.json that a family does not read.
+"""
 
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from systolic.core.errors import DataError
+from systolic.models.families import Config, family
 
 if TYPE_CHECKING:
     import jax
+
 
 Array = np.ndarray
 SHOWN = 8
@@ -75,7 +80,7 @@ class Rule:
         numbers = {
             name: where[i] for (name, where), i in zip(self.stack.items(), place, strict=True)
         }
-        return tuple(one.format(**numbers) for one in self.theirs)
+        return tuple(template.format(**numbers) for template in self.theirs)
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """All indices of the stack; one empty index where nothing is stacked."""
@@ -168,8 +173,8 @@ class Conversion:
         for rule in self.rules:
             arrays = [_at_hand(params[path]) for path in rule.ours]
             for place in rule.places():
-                made = rule.write([np.asarray(array[place]) for array in arrays])
-                yield from zip(rule.names(place), made, strict=True)
+                written = rule.write([np.asarray(array[place]) for array in arrays])
+                yield from zip(rule.names(place), written, strict=True)
 
 
 def _at_hand(array: Any) -> Any:
@@ -177,7 +182,7 @@ def _at_hand(array: Any) -> Any:
     import jax
 
     devices = array.devices() if isinstance(array, jax.Array) else ()
-    return np.asarray(array) if [one.platform for one in devices] == ["cpu"] else array
+    return np.asarray(array) if [device.platform for device in devices] == ["cpu"] else array
 
 
 def _shard(
@@ -190,18 +195,18 @@ def _shard(
     """The part of a parameter at ``index``, aligned so that a CPU takes it without a copy."""
     assert index is not None  # JAX gives one wherever there is a sharding
     bounds = [range(*cut.indices(size)) for cut, size in zip(index, like.shape, strict=True)]
-    out = aligned(tuple(len(one) for one in bounds), np.dtype(like.dtype))
+    out = aligned(tuple(len(bound) for bound in bounds), np.dtype(like.dtype))
     stacked, rest = len(rule.stack), tuple(index[len(rule.stack) :])
     for place in itertools.product(*bounds[:stacked]):
         names = rule.names(place)
-        made = rule.read([tensors[name].read() for name in names])[which]
-        if made.shape != tuple(like.shape[stacked:]):
-            told = ", ".join(f"{name} {tensors[name].shape}" for name in names)
+        piece = rule.read([tensors[name].read() for name in names])[which]
+        if piece.shape != tuple(like.shape[stacked:]):
+            sources = ", ".join(f"{name} {tensors[name].shape}" for name in names)
             raise DataError(
-                f"{told} makes {rule.ours[which]} {made.shape}, and the model has {tuple(like.shape[stacked:])}; the configuration is of another model"
+                f"{sources} makes {rule.ours[which]} {piece.shape}, and the model has {tuple(like.shape[stacked:])}; the configuration is of another model"
             )
         at = tuple(i - bound.start for i, bound in zip(place, bounds, strict=False))
-        out[at] = made[rest]
+        out[at] = piece[rest]
     return out
 
 
@@ -288,3 +293,106 @@ def kernel(ours: str, theirs: str, stack: Mapping[str, Sequence[int]] | None = N
         read=lambda pieces: [np.moveaxis(pieces[0], (0, 1), (-1, -2))],
         write=lambda pieces: [np.moveaxis(pieces[0], (-1, -2), (0, 1))],
     )
+
+
+WITHOUT_EFFECT = (
+    r"_.*|architectures|model_type|torch_dtype|dtype|transformers(\.js|_)?.*version|unsloth_.*",
+    r".*_token_ids?|.*_token_index|forced_.*|(begin_)?suppress_tokens|max_length|decoder_start.*",
+    r"use_cache|return_dict.*|output_.*|use_return_dict|torchscript|gradient_checkpointing|cache_implementation",
+    r".*dropout.*|.*_pdrop|.*drop_?path.*|.*layerdrop|init(ializer)?_.*|router_jitter_noise|rescale_prenorm_residual",
+    r".*aux_loss.*|ep_size|seq_aux|pretraining_tp|num_nextn_predict_layers|chunk_size_feed_forward",
+    r"id2label|label2id|num_labels|problem_type|task_specific_params|finetuning_task|summary_.*|classifier_.*",
+    r"apply_spec_augment|mask_(time|feature)_.*|median_filter_width|use_weighted_layer_sum|encoder_stride",
+    r"use_sliding_window|add_cross_attention|reorder_and_upcast_attn|stage_names|pooler_(act|output_size)|out_(features|indices)|semantic_loss_.*",
+    r"is_encoder_decoder|tie_encoder_decoder|use_bfloat16|max_position_embeddings|quantization_config",
+    r"vision_config|image_size|mm_.*|n_ctx|initial_context_length|original_max_position_embeddings",
+)
+"""Patterns (full matches) of names that change no output: tokens, dropout, losses, first weights, other heads, other parts of a model."""
+WINDOWS = ("sliding_window", "max_window_layers")
+"""Fields that ``use_sliding_window`` switches off."""
+LATENT = {"head_dim", "intermediate_size", "num_key_value_heads", "qk_head_dim"}
+ELSEWHERE = {
+    "deepseek_v2": LATENT | {"n_group", "scoring_func", "topk_group"},
+    "deepseek_v3": LATENT | {"rope_interleave"},
+    "gemma3": {"tie_word_embeddings"},
+    "qwen3_moe": {"intermediate_size"},
+}
+"""Fields of a family that follow from others, that only some values of others give an effect, or that its conversion reads."""
+FULL = "full_attention"
+"""Kind of layer that ``layer_types`` changes nothing with."""
+NESTED = "text_config"
+"""Field with the fields of a language model that is a part of another."""
+
+
+@cache
+def _known() -> re.Pattern[str]:
+    """Compiled when it is first asked for, which takes a tenth of a second."""
+    return re.compile("|".join(WITHOUT_EFFECT))
+
+
+class _Nothing:
+    """A value that is false, equal to nothing and of no type that anything takes."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def notes_of(config: Config, file: str) -> tuple[str, ...]:
+    """One line about the fields of a config.json that are not read, if there are any.
+
+    Args:
+        config: Its fields.
+        file: Its name in the line.
+
+    Raises: as :func:`unread`.
+    """
+    names = unread(config, family(config, file).model)
+    if not names:
+        return ()
+    return (
+        f"{file} has fields that are not read: {', '.join(names)}; a model that needs them computes something else here",
+    )
+
+
+def unread(config: Config, model: Callable[[Config], Any]) -> list[str]:
+    """Fields that a family does not read and that may change what a model computes, sorted.
+
+    A field is read if another value of it makes another model, or is refused. Fields that are null
+    and those of :data:`WITHOUT_EFFECT` are left out.
+
+    Args:
+        config: Fields of a config.json.
+        model: Makes the family's model of them.
+
+    Raises:
+        OptionError: a field of ``config`` has a value that is not followed.
+    """
+    built = model(config)
+    inner = config.get(NESTED)
+    fields = inner if isinstance(inner, dict) else config
+    off = {NESTED, *ELSEWHERE.get(str(config.get("model_type")), ())}
+    names = [] if fields is config else _candidates(config, off)
+    if not fields.get("use_sliding_window", True):
+        off.update(WINDOWS)
+    if set(fields.get("layer_types") or ()) == {FULL}:
+        off.add("layer_types")
+
+    def ignored(name: str) -> bool:
+        for value in (object(), _Nothing()):
+            changed = {**fields, name: value}
+            try:
+                if model(changed if fields is config else {**config, NESTED: changed}) != built:
+                    return False
+            except Exception:  # whatever the family does with it, it looked
+                return False
+        return True
+
+    return sorted({*names, *(name for name in _candidates(fields, off) if ignored(name))})
+
+
+def _candidates(fields: Config, skipped: set[str]) -> list[str]:
+    return [
+        name
+        for name, value in fields.items()
+        if value is not None and name not in skipped and not _known().fullmatch(name)
+    ]

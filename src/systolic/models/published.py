@@ -42,37 +42,37 @@ class PublishedModel:
 def published() -> Mapping[str, PublishedModel]:
     """All published models, by name."""
     text = files("systolic.models").joinpath("published.toml").read_text(encoding="utf-8")
-    found: dict[str, PublishedModel] = {}
+    models: dict[str, PublishedModel] = {}
     for kin in tomllib.loads(text)["family"]:
-        for name, one in kin["models"].items():
-            found[name] = PublishedModel(
+        for name, fields in kin["models"].items():
+            models[name] = PublishedModel(
                 name=name,
-                hub=one["hub"],
-                config={**kin["config"], **one["config"]},
+                hub=fields["hub"],
+                config={**kin["config"], **fields["config"]},
                 config_source=kin["config_source"],
-                parameters=one["parameters"],
-                counted_by=one.get("counted_by", kin["counted_by"]),
+                parameters=fields["parameters"],
+                counted_by=fields.get("counted_by", kin["counted_by"]),
                 exact=kin.get("exact", True),
             )
-    return found
+    return models
 
 
 def find_published(target: str) -> PublishedModel | None:
     """The published model of a name here or on Hugging Face, in any case; ``None`` if there is none."""
     known = published()
-    given = target.lower()
-    if given in known:
-        return known[given]
-    return next((one for one in known.values() if one.hub.lower() == given), None)
+    lowered = target.lower()
+    if lowered in known:
+        return known[lowered]
+    return next((model for model in known.values() if model.hub.lower() == lowered), None)
 
 
 def near_published(target: str, others: Sequence[str] = ()) -> str:
     """Models, and other names, that may be meant: one that is misspelt, else those of the same family."""
     models = list(published())
     alike, typed = _of_family(target, models), target.lower()
-    for one in alike:
-        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
-            return f"; did you mean {one}?"
+    for model in alike:
+        if len(model) == len(typed) and sum(a != b for a, b in zip(model, typed, strict=True)) == 1:
+            return f"; did you mean {model}?"
     if typo := misspelt(target, [*others, *models]):
         return typo
     if not alike:
@@ -85,4 +85,4 @@ def _of_family(name: str, models: Sequence[str]) -> list[str]:
     """Models that begin with the same word: the sizes of llama-3.1 for ``llama`` or ``Llama-2-7b``."""
     word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
     first = word[0] if word else ""
-    return [one for one in models if len(first) > 2 and re.split(r"[^a-z]", one)[0] == first]
+    return [model for model in models if len(first) > 2 and re.split(r"[^a-z]", model)[0] == first]

@@ -385,7 +385,7 @@ def _traffic(
         tensor = (0.5 + layout.expert) * tensor
         expert = (4.0 + 2.0 * again) * layout.expert
     sharded = weights / max(inside[Axis.fsdp], 1)
-    found = {
+    by_traffic = {
         "weights": seconds(Axis.fsdp, 2.0 * weights) * passes,
         "gradients": seconds(Axis.fsdp, weights) * passes + seconds(Axis.data, 4.0 * sharded),
         "tensor": VISIBLE[Axis.tensor] * seconds(Axis.tensor, tensor * layers * stream),
@@ -406,8 +406,8 @@ def _traffic(
     }
     if slices > 1:
         share = 4.0 * _shards(facts, candidate) if crossing is Axis.data else 6.0 * weights * passes
-        found["gradients"] += share * (slices - 1) / slices / rates.dcn
-    return found
+        by_traffic["gradients"] += share * (slices - 1) / slices / rates.dcn
+    return by_traffic
 
 
 def _rate(on: Slice, rates: Speeds, ways: int, stride: int) -> float:

@@ -44,21 +44,21 @@ class Wanted:
     chip_usd: float | None = None
 
 
-def price_of(given: PriceTerm | str | float) -> tuple[PriceTerm, float | None]:
+def price_of(price: PriceTerm | str | float) -> tuple[PriceTerm, float | None]:
     """A kind of price of the catalogue, and dollars of a chip and hour where these are given instead.
 
     Raises:
         OptionError: neither a kind of price nor dollars from 0 on.
     """
-    if isinstance(given, PriceTerm):
-        return given, None
+    if isinstance(price, PriceTerm):
+        return price, None
     try:
-        usd = float(given)
+        usd = float(price)
     except ValueError:
-        return member(PriceTerm, str(given), "--price"), None
+        return member(PriceTerm, str(price), "--price"), None
     if not 0.0 <= usd < float("inf"):
         raise OptionError(
-            f"--price is {given}; give dollars of a chip and hour from 0 on, or on-demand, spot or committed"
+            f"--price is {price}; give dollars of a chip and hour from 0 on, or on-demand, spot or committed"
         )
     return PriceTerm.on_demand, usd
 
@@ -164,15 +164,15 @@ def corrected(evaluator: OpenEvaluator | None, calibration: Calibration | None) 
 def searched(search: Search, wanted: Wanted, conditions: Conditions) -> Plan:
     """The plan of a search, with the wall-clock of its best and with notes."""
     smallest = search.goal.objective is Objective.fit
-    found = smallest_fit(search) if smallest else search.run()
-    if found.best is not None:
-        wall = wall_of(search.facts, found.goal, found.best, conditions)
-        found = replace(found, wall=wall)
-    return _with_notes(found, search, wanted)
+    plan = smallest_fit(search) if smallest else search.run()
+    if plan.best is not None:
+        wall = wall_of(search.facts, plan.goal, plan.best, conditions)
+        plan = replace(plan, wall=wall)
+    return _with_notes(plan, search, wanted)
 
 
-def _with_notes(made: Plan, search: Search, wanted: Wanted) -> Plan:
+def _with_notes(plan: Plan, search: Search, wanted: Wanted) -> Plan:
     own = wanted.tokens is None and wanted.examples is None
     before = before_search(search.facts, search.slices, search.freedom, own_work=own)
-    after = after_search(made, search.slices, search.freedom, search.limits.finalists)
-    return replace(made, notes=(*before, *after))
+    after = after_search(plan, search.slices, search.freedom, search.limits.finalists)
+    return replace(plan, notes=(*before, *after))

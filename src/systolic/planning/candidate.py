@@ -63,16 +63,16 @@ class Candidate:
         always = {*fields_of(Group.mesh), "accumulate"}
         if self.on.num_slices == 1:
             always.discard("slices")
-        mine, plain, own = (one.settings() for one in (self.layout, Layout(), base.layout))
-        found: dict[str, Any] = {
+        mine, plain, own = (layout.settings() for layout in (self.layout, Layout(), base.layout))
+        settings: dict[str, Any] = {
             f"layout.{name}": value
             for name, value in mine.items()
             if name in always or not value == plain[name] == own[name]
         }
         if base.precision.resolve(self.on.platform) is not self.precision:
-            found["precision"] = self.precision.value
-        found["batch"] = self.batch
-        return found
+            settings["precision"] = self.precision.value
+        settings["batch"] = self.batch
+        return settings
 
 
 class ChangedPart(enum.Enum):
@@ -126,14 +126,14 @@ class Change:
     def text(self, base: Candidate) -> str:
         """The change relative to a candidate: ``accumulate 2 -> 1``."""
         after = self.on(base)
-        found = base.layout.difference(after.layout)
+        texts = base.layout.difference(after.layout)
         if self.flags is not DEFAULT:
-            found.append(f"flags {self.flags.name}")
+            texts.append(f"flags {self.flags.name}")
         if self.batch is not None:
-            found.append(f"batch {base.batch} -> {self.batch}")
+            texts.append(f"batch {base.batch} -> {self.batch}")
         if self.precision is not None:
-            found.append(f"precision {base.precision.value} -> {self.precision.value}")
-        return ", ".join(found) or "the same settings"
+            texts.append(f"precision {base.precision.value} -> {self.precision.value}")
+        return ", ".join(texts) or "the same settings"
 
 
 def layout_change(**layout: Any) -> Change:
@@ -143,20 +143,20 @@ def layout_change(**layout: Any) -> Change:
 
 def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
     """A base with all changes that helped alone; the first in ``helped`` wins where two set the same."""
-    for one in reversed(helped):
-        base = one.on(base)
+    for change in reversed(helped):
+        base = change.on(base)
     return base
 
 
 def compatible(helped: Iterable[Change]) -> list[Change]:
     """Changes that touch different settings, the first of each; sets of flags add up."""
-    found: list[Change] = []
+    chosen: list[Change] = []
     touched: set[Group | ChangedPart] = set()
-    for one in helped:
-        if not (one.touches - {ChangedPart.flags}) & touched:
-            touched |= one.touches
-            found.append(one)
-    return found
+    for change in helped:
+        if not (change.touches - {ChangedPart.flags}) & touched:
+            touched |= change.touches
+            chosen.append(change)
+    return chosen
 
 
 def differences(before: Layout, after: Candidate) -> list[str]:

@@ -1,4 +1,7 @@
-"""``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best."""
+"""``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best.
+
+Slices that a plan is over: names, chips that stand for all of their slices, and ``any``.
+"""
 
 import tempfile
 import time
@@ -7,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.chips import SLICES, Slice
+from systolic.chips import SLICES, ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.arguments import PYTHON, WRITTEN, OptionWords, Required, Wording, command_of
 from systolic.core.errors import OptionError
 from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import working
-from systolic.core.units import GB
+from systolic.core.units import GB, plural
 from systolic.job import Job
-from systolic.planning.goal import MAX_CHIPS, Objective, PriceTerm
+from systolic.planning.goal import MAX_CHIPS, Objective, PriceTerm, hourly
 from systolic.recipes.jobs.source import JobSource, source_of
 from systolic.sim.calibration import Calibration
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from systolic.forecasting.ranking import Ranking
     from systolic.planning.evaluator import OpenEvaluator
     from systolic.planning.plan import Plan
+
 
 JOB = Wording("a Job or the name of a recipe or a model")
 SPAN = Wording("a time such as '90m', '36h' or '3d'")
@@ -123,7 +127,6 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     )
     from systolic.planning.goal import span
     from systolic.planning.search import Limits, Search
-    from systolic.planning.slices import all_slices
     from systolic.planning.wall import Conditions
 
     source = source_of(job, options)
@@ -220,11 +223,10 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
     from systolic.capture import capture
     from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.ranking import rank
-    from systolic.planning.slices import all_slices
     from systolic.sim.incomplete import given
 
     if goal not in GOALS:
-        names = " or ".join(one.value for one in GOALS)
+        names = " or ".join(objective.value for objective in GOALS)
         raise OptionError(f"--goal is {goal.value}; slices of a program rank by {names}")
     slices = all_slices(on, max_chips, None)
     known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
@@ -263,4 +265,68 @@ def _corrected(ranking: "Ranking") -> list[str]:
     from systolic.forecasting.calibrations import told_of_steps
 
     forecasts = [row.forecast for row in ranking.table if row.forecast is not None]
-    return told_of_steps([made.timeline for made in forecasts if made.timeline is not None])
+    return told_of_steps(
+        [forecast.timeline for forecast in forecasts if forecast.timeline is not None]
+    )
+
+
+ANY = "any"
+
+
+def all_slices(
+    on: str | Slice | Sequence[str | Slice], max_chips: int, price: PriceTerm | None
+) -> list[Slice]:
+    """Slices that are given, and those that names stand for, each once.
+
+    Raises: as :func:`slices_of`.
+    """
+    slices: dict[str, Slice] = {}
+    for part in [on] if isinstance(on, str | Slice) else on:
+        meant = slices_of(part, max_chips, price) if isinstance(part, str) else [part]
+        slices |= {place.name: place for place in meant}
+    return list(slices.values()) or slices_of("", max_chips, price)
+
+
+def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
+    """The slices of a list of names, of chips and of ``any`` (those with a price, where ``price`` is given); each once, as given.
+
+    Raises:
+        NotFoundError: a name that is neither a slice nor a chip.
+        OptionError: nothing is left below ``max_chips``.
+    """
+    slices: dict[str, Slice] = {}
+    for word in (part.strip() for part in text.split(",")):
+        if word:
+            slices |= {on.name: on for on in _meant(word, max_chips, price)}
+    if not slices:
+        raise OptionError("--on names no slice; give v5e-16,v5p-8, a chip such as v5e, or any")
+    return list(slices.values())
+
+
+def _meant(word: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
+    """The slices that one word of the list stands for."""
+    tpus = [chip for chip in chips() if chip.kind is ChipKind.tpu and chip.slice_rule is not None]
+    if word.lower() == ANY:
+        slices = [
+            on
+            for chip in tpus
+            for on in named_slices(chip)
+            if price is None or hourly(on, price) is not None
+        ]
+        what = "of TPUs" if price is None else f"with a price {price.value}"
+    else:
+        meant = [chip for chip in tpus if word.lower() in (chip.name, *chip.aliases)]
+        if not meant:
+            on = slice(word)
+            if on.platform == "cpu":
+                raise OptionError(
+                    f"{on.name} is this machine: plan is for TPU and GPU slices; systolic forecast --on {on.name} shows one layout"
+                )
+            return [on]
+        slices, what = named_slices(meant[0]), f"of {meant[0].name}"
+    small = [on for on in slices if on.num_chips <= max_chips]
+    if not small:
+        raise OptionError(
+            f"no slice {what} has {plural(max_chips, 'chip')} or fewer; raise --max-chips or name a slice"
+        )
+    return small

@@ -89,7 +89,7 @@ class Survey:
         base = self.base(on)
         space = (replace(c, base=base) for c in candidates(self.judge.facts.job, on, self.freedom))
         if self.only is not None:
-            space = (one for one in self.only if one.on == on)
+            space = (candidate for candidate in self.only if candidate.on == on)
         for candidate in space:
             if candidate in seen:
                 continue
@@ -161,11 +161,11 @@ def neighbours(facts: Facts, base: Candidate, freedom: Freedom, tight: bool) -> 
         freedom: What may change besides the layout.
         tight: Whether its memory is nearly full.
     """
-    found: dict[Candidate, Neighbour] = {}
-    for one in (*_estimated(facts, base, freedom), *_others(facts, base, freedom, tight)):
-        if one.candidate != base:
-            found.setdefault(one.candidate, one)
-    return list(found.values())
+    unique: dict[Candidate, Neighbour] = {}
+    for neighbour in (*_estimated(facts, base, freedom), *_others(facts, base, freedom, tight)):
+        if neighbour.candidate != base:
+            unique.setdefault(neighbour.candidate, neighbour)
+    return list(unique.values())
 
 
 def _others(facts: Facts, base: Candidate, freedom: Freedom, tight: bool) -> Iterator[Neighbour]:
@@ -211,7 +211,7 @@ def _mesh_of(layout: Layout) -> Layout:
 def _policies(facts: Facts, layout: Layout, base: Candidate, changed: int) -> Iterator[Layout]:
     yield layout
     if changed < MOST_CHANGES:
-        yield from (one for one in policies(facts.job, layout, base.on) if one != layout)
+        yield from (other for other in policies(facts.job, layout, base.on) if other != layout)
 
 
 def _chunks(
@@ -220,13 +220,13 @@ def _chunks(
     """Loss chunks to try: the present ones, those that the logits need, and the job's own."""
     if sequence is None:
         return [now.loss_chunks]
-    found = [*chunks_of(layout, share, sequence), now.loss_chunks, own.loss_chunks]
-    return [n for n in dict.fromkeys(found) if sequence % (n * layout.context) == 0]
+    counts = [*chunks_of(layout, share, sequence), now.loss_chunks, own.loss_chunks]
+    return [n for n in dict.fromkeys(counts) if sequence % (n * layout.context) == 0]
 
 
 def _kind(now: Layout, then: Layout, rebatched: bool) -> Kind:
     groups = (Group.mesh, Group.passes, Group.remat, Group.loss)
-    found: set[Group | ChangedPart] = {one for one in groups if now.differs(then, one)}
+    changed: set[Group | ChangedPart] = {group for group in groups if now.differs(then, group)}
     # What the logits need is no decision of its own.
-    kept = found - {Group.loss} or found
+    kept = changed - {Group.loss} or changed
     return frozenset((*kept, *([ChangedPart.batch] if rebatched else [])))

@@ -40,8 +40,10 @@ class Attempt:
     @property
     def best(self) -> Trial | None:
         """The fastest candidate that fits."""
-        good = [one for one in self.tried if one.total is not None]
-        return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
+        good = [trial for trial in self.tried if trial.total is not None]
+        return min(
+            good, key=lambda trial: trial.total.seconds if trial.total else 0.0, default=None
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the settings of each trial."""
@@ -51,13 +53,13 @@ class Attempt:
             "same_result": self.same_result,
             "tried": [
                 {
-                    "layout": one.candidate.text,
-                    "settings": one.candidate.settings(self.facts.job),
-                    "fits": one.total is not None,
-                    "step_seconds": one.forecast.step_seconds if one.forecast else None,
-                    "reason": None if one.total is not None else reason_of(one),
+                    "layout": trial.candidate.text,
+                    "settings": trial.candidate.settings(self.facts.job),
+                    "fits": trial.total is not None,
+                    "step_seconds": trial.forecast.step_seconds if trial.forecast else None,
+                    "reason": None if trial.total is not None else reason_of(trial),
                 }
-                for one in self.tried
+                for trial in self.tried
             ],
         }
 
@@ -80,7 +82,7 @@ def find_fit(
         watch: Called with the progress of each search.
         evaluator: Makes what forecasts the candidates.
     """
-    made: list[Attempt] = []
+    attempts: list[Attempt] = []
 
     def attempt(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
         search = Search(
@@ -97,23 +99,23 @@ def find_fit(
         plan = search.run()
         if plan.stopped is SearchStop.interrupted:
             raise KeyboardInterrupt
-        one = Attempt(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
-        made.append(one)
-        return one.best is not None
+        latest = Attempt(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
+        attempts.append(latest)
+        return latest.best is not None
 
     if attempt(f"other layouts of {on.name}", facts, on, FIRST):
-        return made
+        return attempts
     batch = _global(facts, on)
     fixed = replace(facts, job=replace(facts.job, batch=batch))
     for larger in _larger(on)[:SLICES]:
         if attempt(f"a larger slice: {larger.name}", fixed, larger, LARGER):
-            return made
+            return attempts
     optimizer = facts.job.optimizer
     if optimizer.kind is not OptimizerKind.adafactor:
         leaner = replace(optimizer, kind=OptimizerKind.adafactor)
         other = replace(facts, job=replace(facts.job, optimizer=leaner))
         attempt("adafactor, which keeps no full moments", other, on, LARGER, same=False)
-    return made
+    return attempts
 
 
 def smallest_fit(search: Search) -> Plan:
@@ -133,7 +135,7 @@ def smallest_fit(search: Search) -> Plan:
         seconds = time.monotonic() - began
         return replace(_together(search, [*parts, *now], refused), seconds=seconds)
 
-    for on in sorted(search.slices, key=lambda one: size(one, search.goal)):
+    for on in sorted(search.slices, key=lambda place: size(place, search.goal)):
         if fits is not None:
             why = _larger_than(fits, on, search.goal)
             refused.append(Refused(on=on, rule=RefusalRule.larger, reason=why))
@@ -147,7 +149,7 @@ def smallest_fit(search: Search) -> Plan:
             search.watch(replace(progress, answer=lambda: plan(answer())))
 
         limits = replace(search.limits, fruitless=FIRST, seconds=left)
-        one = Search(
+        part = Search(
             facts=search.facts,
             slices=[on],
             goal=search.goal,
@@ -159,39 +161,43 @@ def smallest_fit(search: Search) -> Plan:
             only=search.only,
             first=True,
         ).run()
-        parts.append(one)
-        if one.best is not None:
+        parts.append(part)
+        if part.best is not None:
             fits = on
-        if one.stopped is not None:
+        if part.stopped is not None:
             break
     return plan()
 
 
 def _larger_than(fits: Slice, on: Slice, goal: Goal) -> str:
     """Why a slice is no answer beside one that fits: its chips, or its price."""
-    told = f"has {plural(on.num_chips, 'chip')}, and {fits.name} with {fits.num_chips} fits"
-    prices = [goal.hourly(one) for one in (on, fits)]
+    reason = f"has {plural(on.num_chips, 'chip')}, and {fits.name} with {fits.num_chips} fits"
+    prices = [goal.hourly(place) for place in (on, fits)]
     if on.num_chips > fits.num_chips or prices[0] == prices[1]:
-        return told
-    dear, cheap = ("no price" if one is None else f"{dollars(one)} an hour" for one in prices)
-    return f"{told}; {on.name} has {dear}, {fits.name} {cheap}"
+        return reason
+    dear, cheap = ("no price" if price is None else f"{dollars(price)} an hour" for price in prices)
+    return f"{reason}; {on.name} has {dear}, {fits.name} {cheap}"
 
 
 def _together(search: Search, parts: Sequence[Plan], refused: Sequence[Refused]) -> Plan:
     """Plans of single slices as one, the margin from that of the smallest."""
     best = min(
-        ((size(one.best.candidate.on, search.goal), one) for one in parts if one.best is not None),
+        (
+            (size(part.best.candidate.on, search.goal), part)
+            for part in parts
+            if part.best is not None
+        ),
         key=lambda pair: pair[0],
         default=None,
     )
     return Plan(
         facts=search.facts,
         goal=search.goal,
-        tried=[trial for one in parts for trial in one.tried],
-        refused=[*(each for one in parts for each in one.refused), *refused],
-        searched=sum(one.searched for one in parts),
+        tried=[trial for part in parts for trial in part.tried],
+        refused=[*(each for part in parts for each in part.refused), *refused],
+        searched=sum(part.searched for part in parts),
         seconds=0.0,
-        stopped=next((one.stopped for one in parts if one.stopped is not None), None),
+        stopped=next((part.stopped for part in parts if part.stopped is not None), None),
         margin=None if best is None else best[1].margin,
     )
 
@@ -204,7 +210,7 @@ def _larger(on: Slice) -> list[Slice]:
     """Named slices of the same chip with more chips, smallest first."""
     if on.num_slices > 1:
         return []
-    return [one for one in named_slices(on.chip) if one.num_chips > on.num_chips]
+    return [place for place in named_slices(on.chip) if place.num_chips > on.num_chips]
 
 
 def difference(before: Layout, after: Candidate) -> str:

@@ -122,22 +122,22 @@ def sets_for(
         mixture: Whether the model has experts.
     """
     parts = base.name.split(_PLUS)
-    chosen = [_names(one.flags) for one in SETS if one.name in parts]
-    shared = {one.text for one in shared_flags(on.chip)}
-    given = _names([flag for flag in have if flag not in shared])
-    found = [
-        one
-        for one in SETS
-        if on.chip.name in one.generations
+    chosen = [_names(flag_set.flags) for flag_set in SETS if flag_set.name in parts]
+    shared = {flag.text for flag in shared_flags(on.chip)}
+    user_flags = _names([flag for flag in have if flag not in shared])
+    sets = [
+        flag_set
+        for flag_set in SETS
+        if on.chip.name in flag_set.generations
         and on.num_chips > 1
-        and (mixture or not one.mixtures)
-        and (one.name != "data-parallel-overlap" or on.num_slices > 1)
-        and (one.name != "host-overlap" or offloads)
-        and _names(one.flags) not in chosen
-        and not set(one.flags) <= set(have)
-        and not _names(one.flags) <= given
+        and (mixture or not flag_set.mixtures)
+        and (flag_set.name != "data-parallel-overlap" or on.num_slices > 1)
+        and (flag_set.name != "host-overlap" or offloads)
+        and _names(flag_set.flags) not in chosen
+        and not set(flag_set.flags) <= set(have)
+        and not _names(flag_set.flags) <= user_flags
     ]
-    return sorted(found, key=lambda one: one.most_chips < on.num_chips)
+    return sorted(sets, key=lambda flag_set: flag_set.most_chips < on.num_chips)
 
 
 def joined(base: FlagSet, more: FlagSet) -> FlagSet:

@@ -17,7 +17,7 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.core.machine import bounded
 from systolic.core.units import dollars, duration
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.forecast import bill_of
 
 
 class Objective(enum.Enum):
@@ -207,10 +207,10 @@ def span(text: str) -> float:
     Raises:
         OptionError: it is none of these.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
         raise OptionError(f"{text!r} is not a time; write it like 30s, 90m, 36h, 3d or 1w")
-    return float(found[1]) * _SPANS[found[2]]
+    return float(match[1]) * _SPANS[match[2]]
 
 
 WORKER_BYTES = 4 * 2**30

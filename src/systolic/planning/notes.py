@@ -50,7 +50,7 @@ class ScheduleOnly:
 
     full_compiles: int
     """Number of candidates compiled in full."""
-    asked: bool
+    more_requested: bool
     """Whether more full compiles were requested than have ended."""
 
 
@@ -167,14 +167,14 @@ def before_search(
         freedom: Settings that the search may change.
         own_work: Whether the goal is the job's own steps.
     """
-    job, found = facts.job, list[PlanNote]()
+    job, notes = facts.job, list[PlanNote]()
     batches = {global_batch(job, on) for on in slices}
     if own_work:
         units = float(job.steps * min(batches) * facts.units_per_example)
-        found.append(OwnWork(units=units, unit=facts.unit, steps=job.steps, batch=min(batches)))
+        notes.append(OwnWork(units=units, unit=facts.unit, steps=job.steps, batch=min(batches)))
     if len(batches) > 1 and not freedom.batch:
-        found.append(BatchDiffers(smallest=min(batches), largest=max(batches)))
-    return found
+        notes.append(BatchDiffers(smallest=min(batches), largest=max(batches)))
+    return notes
 
 
 def after_search(
@@ -191,39 +191,39 @@ def after_search(
     best = plan.best
     if best is None:
         return [NoAnswer(ways=_ways(plan.goal, freedom))]
-    found: list[PlanNote] = []
+    notes: list[PlanNote] = []
     if plan.goal.objective is Objective.fit:
-        found.append(FirstFit(slice=best.candidate.on.name, fitting=len(plan.ranking)))
+        notes.append(FirstFit(slice=best.candidate.on.name, fitting=len(plan.ranking)))
     if best.depth is CompileDepth.schedule:
-        full = sum(one.full for one in plan.tried)
-        found.append(ScheduleOnly(full_compiles=full, asked=finalists > full))
+        full = sum(trial.full for trial in plan.tried)
+        notes.append(ScheduleOnly(full_compiles=full, more_requested=finalists > full))
     deadline, wall = plan.goal.deadline_seconds, plan.wall
     if wall is not None and deadline is not None and wall.seconds > deadline:
-        found.append(WallLate(seconds=wall.seconds, deadline_seconds=deadline))
+        notes.append(WallLate(seconds=wall.seconds, deadline_seconds=deadline))
     if wall is not None and wall.assumptions:
-        found.append(WallAssumed(assumptions=wall.assumptions))
+        notes.append(WallAssumed(assumptions=wall.assumptions))
     if plan.margin is not None:
         free = best.total is not None and best.total.usd == 0.0
         wanted = Objective.time if free else plan.goal.objective
-        found.append(NotCompiled(margin=plan.margin, objective=wanted))
+        notes.append(NotCompiled(margin=plan.margin, objective=wanted))
     for chip, ratio in full_over_schedule(plan.tried).items():
         if abs(ratio - 1) > OFF:
-            found.append(FullCompileRatio(chip=chip, ratio=ratio))
+            notes.append(FullCompileRatio(chip=chip, ratio=ratio))
     if best.candidate.base:
-        found.append(BaseFlags(chip=best.candidate.on.chip.name, flags=best.candidate.base))
+        notes.append(BaseFlags(chip=best.candidate.on.chip.name, flags=best.candidate.base))
     timeline = None if best.forecast is None else best.forecast.timeline
     if timeline is not None and timeline.calibration is not None and timeline.seconds:
         share = sum(corrected_seconds(timeline).values()) / timeline.seconds
-        found.append(CorrectedTimes(calibration=timeline.calibration, share=share))
-    compiled = {one.candidate.on.chip.name for one in plan.tried}
+        notes.append(CorrectedTimes(calibration=timeline.calibration, share=share))
+    compiled = {trial.candidate.on.chip.name for trial in plan.tried}
     if left := sorted({on.chip.name for on in slices} - compiled):
-        found.append(ChipsNotCompiled(chips=tuple(left)))
+        notes.append(ChipsNotCompiled(chips=tuple(left)))
     if any(on.platform == "gpu" for on in slices):
-        found.append(GpusByRoofline())
+        notes.append(GpusByRoofline())
     price = plan.goal.price
     if unknown := sorted({on.name for on in slices if plan.goal.hourly(on) is None}):
-        found.append(PricesUnknown(price=price, slices=tuple(unknown)))
-    return found
+        notes.append(PricesUnknown(price=price, slices=tuple(unknown)))
+    return notes
 
 
 def _ways(goal: Goal, freedom: Freedom) -> tuple[WayToAnswer, ...]:

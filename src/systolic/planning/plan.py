@@ -99,9 +99,9 @@ class Plan:
     def __repr__(self) -> str:
         """The best candidate on one line; the plan itself has hundreds."""
         best = self.best
-        found = "nothing fits" if best is None else f"best {best.forecast!r}"
+        answer = "nothing fits" if best is None else f"best {best.forecast!r}"
         ranked, refused = len(self.ranking), len(self.refused)
-        return f"<Plan of {plural(self.searched, 'candidate')}: {found}; {ranked} ranked, {refused} refused>"
+        return f"<Plan of {plural(self.searched, 'candidate')}: {answer}; {ranked} ranked, {refused} refused>"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
@@ -119,24 +119,24 @@ class Plan:
     @property
     def pareto(self) -> list[Trial]:
         """Trials that no other beats in both time and dollars; by time alone without prices."""
-        ranked = [one for one in self.tried if one.total is not None]
+        ranked = [trial for trial in self.tried if trial.total is not None]
         points = [
-            (one.total.seconds, one.total.usd if one.total.usd is not None else float("inf"))
-            for one in ranked
-            if one.total is not None
+            (trial.total.seconds, trial.total.usd if trial.total.usd is not None else float("inf"))
+            for trial in ranked
+            if trial.total is not None
         ]
         return [ranked[index] for index in front(points)]
 
     @property
     def failed(self) -> list[Trial]:
         """Trials that are no answer: they don't fit, break a limit, or did not compile."""
-        good = {id(one) for one in self.ranking}
-        return [one for one in self.tried if id(one) not in good]
+        good = {id(trial) for trial in self.ranking}
+        return [trial for trial in self.tried if id(trial) not in good]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under their published names, sufficient for ``systolic train --plan``."""
         best = self.best
-        front = {id(one) for one in self.pareto}
+        front = {id(trial) for trial in self.pareto}
         return {
             "format": FORMAT,
             "recipe": self.target or None,
@@ -200,14 +200,14 @@ def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
     """
     ratios = full_over_schedule(tried)
 
-    def score(one: Trial) -> float:
-        assert one.total is not None
-        known = 1.0 if one.full else ratios.get(one.candidate.on.chip.name, 1.0)
-        return goal.score(one.total.times(known))
+    def score(trial: Trial) -> float:
+        assert trial.total is not None
+        known = 1.0 if trial.full else ratios.get(trial.candidate.on.chip.name, 1.0)
+        return goal.score(trial.total.times(known))
 
-    good = [one for one in tried if one.total is not None and one.broken is None]
+    good = [trial for trial in tried if trial.total is not None and trial.broken is None]
     if goal.objective is Objective.fit:
-        return sorted(good, key=lambda one: (*size(one.candidate.on, goal), score(one)))
+        return sorted(good, key=lambda trial: (*size(trial.candidate.on, goal), score(trial)))
     return sorted(good, key=score)
 
 
@@ -219,23 +219,25 @@ def size(on: Slice, goal: Goal) -> tuple[int, float, str]:
 
 def full_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
     """Chip to the median ratio of a full compile's step time to that of its schedule."""
-    found: dict[str, list[float]] = {}
-    for one in tried:
-        seconds = one.forecast.step_seconds if one.forecast is not None else None
-        if one.full and one.schedule_seconds and seconds:
-            found.setdefault(one.candidate.on.chip.name, []).append(seconds / one.schedule_seconds)
-    return {name: statistics.median(ratios) for name, ratios in found.items()}
+    by_chip: dict[str, list[float]] = {}
+    for trial in tried:
+        seconds = trial.forecast.step_seconds if trial.forecast is not None else None
+        if trial.full and trial.schedule_seconds and seconds:
+            by_chip.setdefault(trial.candidate.on.chip.name, []).append(
+                seconds / trial.schedule_seconds
+            )
+    return {name: statistics.median(ratios) for name, ratios in by_chip.items()}
 
 
-def reason_of(one: Trial) -> str:
+def reason_of(trial: Trial) -> str:
     """Reason that a compiled candidate is no answer."""
     from systolic.core.units import gibibytes
 
-    if one.problem is not None:
-        return one.problem
-    if one.broken is not None:
-        return one.broken
-    refused = (one.forecast.rejected if one.forecast is not None else None) or {}
+    if trial.problem is not None:
+        return trial.problem
+    if trial.broken is not None:
+        return trial.broken
+    refused = (trial.forecast.rejected if trial.forecast is not None else None) or {}
     return f"needs {gibibytes(refused.get('need_bytes', 0))} of {gibibytes(refused.get('have_bytes', 0))}"
 
 

@@ -101,19 +101,19 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
     """Single changes of a candidate that keep training the same, the likeliest gains by the analytic model first."""
     have = capacity(base.on)
     speeds: dict[Change, float] = {}
-    for one in _all(facts, base):
-        after = one.on(base)
+    for change in _all(facts, base):
+        after = change.on(base)
         if check(facts.job, after) is None:
-            found = analyse(facts, after)
-            if found.bytes_bound <= have:
-                over = found.bytes_estimate > 1.3 * have
-                speeds[one] = found.seconds_estimate / after.batch * (10 if over else 1)
+            analysis = analyse(facts, after)
+            if analysis.bytes_bound <= have:
+                over = analysis.bytes_estimate > 1.3 * have
+                speeds[change] = analysis.seconds_estimate / after.batch * (10 if over else 1)
     # In turns, so that meshes don't crowd out the rest: the first of each kind, then the second …
     kinds: Counter[frozenset[Group | ChangedPart]] = Counter()
     turns: dict[Change, int] = {}
-    for one in sorted(speeds, key=lambda change: speeds[change]):
-        kinds[one.touches] += 1
-        turns[one] = kinds[one.touches]
+    for change in sorted(speeds, key=lambda change: speeds[change]):
+        kinds[change.touches] += 1
+        turns[change] = kinds[change.touches]
     return sorted(turns, key=lambda change: turns[change])
 
 
@@ -129,12 +129,12 @@ def _all(facts: Facts, base: Candidate) -> Iterator[Change]:
 
 def training_changes(facts: Facts, base: Candidate) -> list[Change]:
     """Changes of a candidate that change training: a narrower precision and twice the batch."""
-    found = [Change(batch=2 * base.batch)]
+    wanted = [Change(batch=2 * base.batch)]
     if base.precision is Precision.bf16:
-        found[:0] = [Change(precision=one) for one in narrower(facts.job, base.on)]
+        wanted[:0] = [Change(precision=precision) for precision in narrower(facts.job, base.on)]
     if base.precision is Precision.f32:
-        found.insert(0, Change(precision=Precision.bf16))
-    return [one for one in found if check(facts.job, one.on(base)) is None]
+        wanted.insert(0, Change(precision=Precision.bf16))
+    return [change for change in wanted if check(facts.job, change.on(base)) is None]
 
 
 def _policies(facts: Facts, layout: Layout) -> Iterator[Change]:
@@ -163,7 +163,7 @@ RemedyWatch = Callable[[Remedy, int, int], None]
 
 def try_all(
     facts: Facts,
-    made: Forecast,
+    forecast: Forecast,
     base: Candidate,
     wanted: Sequence[Change],
     evaluator: CandidateEvaluator,
@@ -175,7 +175,7 @@ def try_all(
 
     Args:
         facts: Facts of the job.
-        made: Forecast of ``base``, the reference for gains.
+        forecast: Forecast of ``base``, the reference for gains.
         base: The candidate to change.
         wanted: Changes to try.
         evaluator: Forecasts the changes.
@@ -189,14 +189,16 @@ def try_all(
     # Answers are taken in the order of the changes, whichever compile ends first.
     for change, pending in [(change, start(change.on(base))) for change in wanted]:
         text, same = change.text(base), change.same_result
-        remedies[change] = _remedy(facts, made, change.on(base), pending, text, same_result=same)
+        remedies[change] = _remedy(
+            facts, forecast, change.on(base), pending, text, same_result=same
+        )
         watch(remedies[change], len(remedies), len(wanted))
     joint = compatible(_helped(remedies))
     after = together(base, joint)
     last = []
     if len(joint) > 1 and check(facts.job, after) is None:
         text = "together: " + "; ".join(remedies[change].text for change in joint)
-        last.append(_remedy(facts, made, after, start(after), text, same_result=True))
+        last.append(_remedy(facts, forecast, after, start(after), text, same_result=True))
         watch(last[0], len(remedies) + 1, len(wanted) + 1)
     return sorted((*remedies.values(), *last), key=lambda remedy: -_gain(remedy))
 
@@ -207,7 +209,7 @@ class Follower:
 
     Args:
         facts: Facts of the job.
-        made: Forecast of ``base``, the reference for gains.
+        forecast: Forecast of ``base``, the reference for gains.
         base: The candidate that is changed.
         evaluator: Forecasts the changes.
         most: Most compiles of one climb.
@@ -216,7 +218,7 @@ class Follower:
     """
 
     facts: Facts
-    made: Forecast
+    forecast: Forecast
     base: Candidate
     evaluator: CandidateEvaluator
     most: int
@@ -225,44 +227,46 @@ class Follower:
 
     def combine(self, tried: Sequence[Remedy]) -> list[Remedy]:
         """Remedies of a climb from the best of some that keep training the same, or from the base."""
-        known = [one.trial for one in tried if one.trial is not None and one.same_result]
+        known = [
+            remedy.trial for remedy in tried if remedy.trial is not None and remedy.same_result
+        ]
         return self._climb(self.facts, [self._own, *known], RemedyStage.combined)
 
     def change_training(self, tried: Sequence[Remedy]) -> list[Remedy]:
         """Changes of training on top of the best that keeps it the same, and a climb from the best precision."""
-        same = [one for one in tried if one.same_result and _gain(one) > GAIN]
+        same = [remedy for remedy in tried if remedy.same_result and _gain(remedy) > GAIN]
         best = max(same, key=_gain).candidate if same else self.base
         least = max(map(_gain, same), default=GAIN)
-        found: list[Remedy] = []
+        remedies: list[Remedy] = []
         wanted = training_changes(self.facts, best)
         for change in wanted:
             candidate = change.on(best)
             pending = self.evaluator.submit(self.facts.job, candidate, full=False)
             text = _difference(self.base, candidate)
-            one = _remedy(self.facts, self.made, candidate, pending, text, same_result=False)
-            found.append(replace(one, stage=RemedyStage.training))
-            self.watch(found[-1], len(found), len(wanted))
-        narrow = [one for one in found if one.candidate.precision is not best.precision]
+            remedy = _remedy(self.facts, self.forecast, candidate, pending, text, same_result=False)
+            remedies.append(replace(remedy, stage=RemedyStage.training))
+            self.watch(remedies[-1], len(remedies), len(wanted))
+        narrow = [remedy for remedy in remedies if remedy.candidate.precision is not best.precision]
         first = max(narrow, key=_gain, default=None)
         if first is None or first.trial is None or _gain(first) <= least:
-            return found
+            return remedies
         job = replace(self.facts.job, precision=first.candidate.precision)
         facts = replace(self.facts, job=job)
-        return [*found, *self._climb(facts, [first.trial], RemedyStage.training)]
+        return [*remedies, *self._climb(facts, [first.trial], RemedyStage.training)]
 
     @property
     def _own(self) -> Trial:
-        return _trial(self.facts, self.base, self.made)
+        return _trial(self.facts, self.base, self.forecast)
 
     def _climb(self, facts: Facts, known: Sequence[Trial], stage: RemedyStage) -> list[Remedy]:
         """Remedies that a local search compiles, in their order."""
-        found: list[Remedy] = []
+        remedies: list[Remedy] = []
 
         def see(progress: SearchProgress) -> None:
-            one = progress.latest
-            if one is not None:
-                found.append(self._remedy_of(one, stage))
-                self.watch(found[-1], len(found), self.most)
+            trial = progress.latest
+            if trial is not None:
+                remedies.append(self._remedy_of(trial, stage))
+                self.watch(remedies[-1], len(remedies), self.most)
 
         search = Search(
             facts=facts,
@@ -274,27 +278,27 @@ class Follower:
             tried=[*known],
         )
         search.climb(self.evaluator)
-        return found
+        return remedies
 
-    def _remedy_of(self, one: Trial, stage: RemedyStage) -> Remedy:
-        same = one.candidate.precision is self.base.precision
-        text = _difference(self.base, one.candidate)
-        made = _of_trial(self.made, one, text, same_result=same)
-        return replace(made, stage=stage)
+    def _remedy_of(self, trial: Trial, stage: RemedyStage) -> Remedy:
+        same = trial.candidate.precision is self.base.precision
+        text = _difference(self.base, trial.candidate)
+        remedy = _of_trial(self.forecast, trial, text, same_result=same)
+        return replace(remedy, stage=stage)
 
 
 def _goal(facts: Facts) -> Goal:
     return Goal(objective=Objective.time, units=1.0, unit=facts.unit)
 
 
-def _trial(facts: Facts, candidate: Candidate, made: Forecast) -> Trial:
+def _trial(facts: Facts, candidate: Candidate, forecast: Forecast) -> Trial:
     goal = _goal(facts)
     units = candidate.batch * facts.units_per_example
-    seconds = made.step_seconds
+    seconds = forecast.step_seconds
     return Trial(
         candidate=candidate,
         analysis=analyse(facts, candidate),
-        forecast=made,
+        forecast=forecast,
         total=goal.total(goal.tariff(candidate.on), units, seconds) if seconds else None,
     )
 
@@ -309,14 +313,14 @@ def _difference(before: Candidate, after: Candidate) -> str:
     return ", ".join(parts) or "the same settings"
 
 
-def _gain(one: Remedy) -> float:
-    return -9.0 if one.gain is None else one.gain
+def _gain(remedy: Remedy) -> float:
+    return -9.0 if remedy.gain is None else remedy.gain
 
 
-def _helped(found: Mapping[Change, Remedy]) -> list[Change]:
+def _helped(remedies: Mapping[Change, Remedy]) -> list[Change]:
     """Changes with a gain that do not change training, largest gain first."""
-    good = [one for one in found if one.same_result and _gain(found[one]) > GAIN]
-    return sorted(good, key=lambda one: -_gain(found[one]))
+    good = [change for change in remedies if change.same_result and _gain(remedies[change]) > GAIN]
+    return sorted(good, key=lambda change: -_gain(remedies[change]))
 
 
 def _remedy(
@@ -329,39 +333,39 @@ def _remedy(
     same_result: bool,
 ) -> Remedy:
     try:
-        found = pending.result()
+        forecast = pending.result()
     except SystolicError as error:
-        one = Trial(candidate=candidate, analysis=analyse(facts, candidate), problem=str(error))
+        trial = Trial(candidate=candidate, analysis=analyse(facts, candidate), problem=str(error))
     else:
-        one = _trial(facts, candidate, found)
-    return _of_trial(base, one, text, same_result=same_result)
+        trial = _trial(facts, candidate, forecast)
+    return _of_trial(base, trial, text, same_result=same_result)
 
 
-def _of_trial(base: Forecast, one: Trial, text: str, *, same_result: bool) -> Remedy:
-    have, found = int(capacity(one.candidate.on)), one.forecast
-    if found is None:
+def _of_trial(base: Forecast, trial: Trial, text: str, *, same_result: bool) -> Remedy:
+    have, forecast = int(capacity(trial.candidate.on)), trial.forecast
+    if forecast is None:
         return Remedy(
             text=text,
-            candidate=one.candidate,
+            candidate=trial.candidate,
             same_result=same_result,
             have_bytes=have,
-            problem=one.problem or "",
+            problem=trial.problem or "",
         )
-    need = found.memory.peak_bytes if found.memory is not None else 0
-    need = need or int((found.rejected or {}).get("need_bytes", 0))
-    speed, before = found.units_per_second, base.units_per_second
-    gain = speed / before - 1 if speed and before and found.fits else None
+    need = forecast.memory.peak_bytes if forecast.memory is not None else 0
+    need = need or int((forecast.rejected or {}).get("need_bytes", 0))
+    speed, before = forecast.units_per_second, base.units_per_second
+    gain = speed / before - 1 if speed and before and forecast.fits else None
     return Remedy(
         text=text,
-        candidate=one.candidate,
+        candidate=trial.candidate,
         same_result=same_result,
-        step_seconds=found.step_seconds,
+        step_seconds=forecast.step_seconds,
         units_per_second=speed,
-        unit=found.unit,
+        unit=forecast.unit,
         need_bytes=need,
         have_bytes=have,
         gain=gain,
-        trial=one,
+        trial=trial,
     )
 
 

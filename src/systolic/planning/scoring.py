@@ -83,7 +83,7 @@ class Correction:
         known = self.chips.get(candidate.on.chip.name)
         if known is not None and known < CHIPS:
             chip[known] = 1.0
-        remat = [1.0 if layout.remat is one else 0.0 for one in Remat]
+        remat = [1.0 if layout.remat is policy else 0.0 for policy in Remat]
         axes = [math.log2(layout.size(axis)) / 3 for axis in Axis]
         passes = math.log2(layout.accumulate) / 3
         rows = math.log2(max(candidate.per_pass, 1e-6)) / 6
@@ -181,18 +181,18 @@ class Judge:
 
     def learn(self, ranked: Ranked, trial: Trial) -> None:
         """Corrects estimates by the result of a compile."""
-        made = trial.forecast
-        if made is None:
+        forecast = trial.forecast
+        if forecast is None:
             return
-        need = _need(made)
+        need = _need(forecast)
         if need:
             self.bytes_off.learn(ranked.candidate, need / ranked.analysis.bytes_estimate)
-        if made.step_seconds:
-            ratio = made.step_seconds / ranked.analysis.seconds_estimate
+        if forecast.step_seconds:
+            ratio = forecast.step_seconds / ranked.analysis.seconds_estimate
             self.time_off.learn(ranked.candidate, ratio)
 
 
-def _need(made: Forecast) -> float:
+def _need(forecast: Forecast) -> float:
     """Bytes of a device that a compiled step needs, whether it fits or not; 0 where unknown."""
-    known = made.memory.peak_bytes if made.memory is not None else 0
-    return float(known or (made.rejected or {}).get("need_bytes", 0))
+    known = forecast.memory.peak_bytes if forecast.memory is not None else 0
+    return float(known or (forecast.rejected or {}).get("need_bytes", 0))

@@ -169,7 +169,7 @@ class Search:
         """The plan so far."""
         queue = self._survey.queue
         left = Counter(ranked.candidate.on.name for ranked in queue)
-        by_name = {one.name: one for one in self.slices}
+        by_name = {on.name: on for on in self.slices}
         nearest: dict[str, Ranked] = {}
         for ranked in sorted(queue, key=self._judge.estimated):
             nearest.setdefault(ranked.candidate.on.name, ranked)
@@ -238,12 +238,12 @@ class Search:
 
     def _turns(self, quota: int) -> Iterator[Ranked]:
         """Candidates to compile: one for each promising slice, then by the optimistic score."""
-        asked = 0
-        visited = {one.candidate.on.name for one in self.tried}
-        chips = {one.candidate.on.chip.name for one in self.tried}
+        count = 0
+        visited = {trial.candidate.on.name for trial in self.tried}
+        chips = {trial.candidate.on.chip.name for trial in self.tried}
         queue = self._survey.queue
-        while asked < quota and queue and not self._over() and not self._fruitless():
-            meshes = Counter(_mesh(one.candidate) for one in self.tried)
+        while count < quota and queue and not self._over() and not self._fruitless():
+            meshes = Counter(_mesh(trial.candidate) for trial in self.tried)
             meshes.update(_mesh(ranked.candidate) for ranked, _ in self._running)
             queue.sort(key=lambda r: self._judge.hopeful(r) * WEARY ** meshes[_mesh(r.candidate)])
             best = self.best()
@@ -257,7 +257,7 @@ class Search:
             )
             if (
                 fresh is not None
-                and asked < max(2, quota * 2 // 3)
+                and count < max(2, quota * 2 // 3)
                 and self._worth(fresh, best, NEW_SLICE)
             ):
                 pick = fresh
@@ -276,7 +276,7 @@ class Search:
                 continue
             visited.add(pick.candidate.on.name)
             chips.add(pick.candidate.on.chip.name)
-            asked += 1
+            count += 1
             yield pick
 
     def _over(self) -> bool:
@@ -290,7 +290,7 @@ class Search:
 
     def _unfit(self) -> int:
         """Compiles without one that fits; 0 once one does."""
-        return 0 if any(one.total is not None for one in self.tried) else len(self.tried)
+        return 0 if any(trial.total is not None for trial in self.tried) else len(self.tried)
 
     def _worth(self, ranked: Ranked, best: Trial | None, margin: float) -> bool:
         if best is None or best.total is None:
@@ -340,12 +340,12 @@ class Search:
         leader = self.leader()
         if leader is None:
             return
-        wanted = [like(leader.candidate, one.candidate) for one in rivals]
-        possible = [one for one in wanted if check(self.facts.job, one) is None]
+        wanted = [like(leader.candidate, rival.candidate) for rival in rivals]
+        possible = [candidate for candidate in wanted if check(self.facts.job, candidate) is None]
         self._try(pool, possible, most)
-        for number, one in enumerate(rivals):
+        for number, rival in enumerate(rivals):
             share = (most - len(self.tried)) // (len(rivals) - number)
-            self._climb(pool, len(self.tried) + share, one.candidate.on)
+            self._climb(pool, len(self.tried) + share, rival.candidate.on)
 
     def _climb(self, pool: CandidateEvaluator, most: int, on: Slice | None = None) -> None:
         """Moves the best (of a slice) to a better neighbour until none is likely to gain, up to ``most`` compiles.
@@ -367,13 +367,17 @@ class Search:
             if not ranked or sum(failures.values()) - gained >= CLIMB_PATIENCE:
                 return
             picked = ranked[: self.limits.at_once]
-            self._try(pool, [one.candidate for one in picked], most)
-            known = {one.candidate: self._judge.score(one) for one in self.tried}
+            self._try(pool, [neighbour.candidate for neighbour in picked], most)
+            known = {trial.candidate: self._judge.score(trial) for trial in self.tried}
             before = self._judge.score(base)
-            for one in picked:
-                if known.get(one.candidate, math.inf) >= HELPS * before:
-                    failures[one.kind] += 1
-            helped = [one for one in picked if known.get(one.candidate, math.inf) < HELPS * before]
+            for neighbour in picked:
+                if known.get(neighbour.candidate, math.inf) >= HELPS * before:
+                    failures[neighbour.kind] += 1
+            helped = [
+                neighbour
+                for neighbour in picked
+                if known.get(neighbour.candidate, math.inf) < HELPS * before
+            ]
             if helped:
                 gained = sum(failures.values())
             if len(helped) > 1:
@@ -385,13 +389,13 @@ class Search:
         """Compiles neighbours that helped alone as one, where they change different settings."""
         joint, plain = base.candidate, base.candidate.layout
         touched: frozenset[Group | ChangedPart] = frozenset()
-        for one in helped:
-            if touched & one.kind - {ChangedPart.flags}:
+        for neighbour in helped:
+            if touched & neighbour.kind - {ChangedPart.flags}:
                 return
-            touched |= one.kind
-            new = one.candidate.layout
+            touched |= neighbour.kind
+            new = neighbour.candidate.layout
             groups = [group for group in Group if plain.differs(new, group)]
-            flags = joined(joint.flags, one.candidate.flags)
+            flags = joined(joint.flags, neighbour.candidate.flags)
             joint = replace(joint, layout=joint.layout.take(new, *groups), flags=flags)
         if check(self.facts.job, joint) is None:
             self._try(pool, [joint], most)
@@ -401,13 +405,13 @@ class Search:
         memory = base.forecast.memory if base.forecast is not None else None
         have = capacity(base.candidate.on)
         tight = memory is not None and memory.peak_bytes > TIGHT * have
-        best, found = self._judge.score(base), []
-        for one in neighbours(self.facts, base.candidate, self.freedom, tight):
-            analysis = analyse(self.facts, one.candidate)
-            bound = self._judge.total(one.candidate, analysis.seconds_bound)
+        best, moves = self._judge.score(base), []
+        for neighbour in neighbours(self.facts, base.candidate, self.freedom, tight):
+            analysis = analyse(self.facts, neighbour.candidate)
+            bound = self._judge.total(neighbour.candidate, analysis.seconds_bound)
             if analysis.bytes_bound <= have and self.goal.score(bound) < best:
-                found.append((one, Ranked(candidate=one.candidate, analysis=analysis)))
-        return found
+                moves.append((neighbour, Ranked(candidate=neighbour.candidate, analysis=analysis)))
+        return moves
 
     def _promising(
         self,
@@ -416,33 +420,37 @@ class Search:
         failures: Mapping[Kind, int],
     ) -> list[Neighbour]:
         """Neighbours not compiled yet that may beat a trial, the most promising first."""
-        known = {one.candidate for one in self.tried}
+        known = {trial.candidate for trial in self.tried}
         before = self._judge.score(base)
-        found: list[tuple[float, Neighbour]] = []
-        for one, ranked in moves:
-            if one.candidate in known or self._dominated(one.candidate) is not None:
+        hopeful: list[tuple[float, Neighbour]] = []
+        for neighbour, ranked in moves:
+            if neighbour.candidate in known or self._dominated(neighbour.candidate) is not None:
                 continue
-            expected = UNKNOWN * before if not one.estimated else self._judge.beside(ranked, base)
-            expected *= WEARY ** failures.get(one.kind, 0)
+            expected = (
+                UNKNOWN * before if not neighbour.estimated else self._judge.beside(ranked, base)
+            )
+            expected *= WEARY ** failures.get(neighbour.kind, 0)
             if expected < MAY_GAIN * before:
-                found.append((expected, one))
-        found.sort(key=lambda pair: pair[0])
-        return [one for _, one in found]
+                hopeful.append((expected, neighbour))
+        hopeful.sort(key=lambda pair: pair[0])
+        return [neighbour for _, neighbour in hopeful]
 
     def _spread(self, pool: CandidateEvaluator, most: int) -> None:
         """Applies the leader's settings to the next best layouts and to those not compiled yet."""
         leader = self.leader()
         assert leader is not None
-        plain = [one.candidate for one in self.leaders() if one.candidate.on == leader.candidate.on]
+        plain = [
+            trial.candidate for trial in self.leaders() if trial.candidate.on == leader.candidate.on
+        ]
         queue = sorted(self._survey.queue, key=self._judge.hopeful)
         waiting = [r.candidate for r in queue if r.candidate.on == leader.candidate.on]
         # Alternates layouts that were good without the settings with layouts not compiled yet.
         turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
-        self._try(pool, (like(leader.candidate, one) for one in turns), most)
+        self._try(pool, (like(leader.candidate, candidate) for candidate in turns), most)
 
     def _try(self, pool: CandidateEvaluator, wanted: Iterable[Candidate], most: int) -> None:
         """Compiles the new ones of these, up to ``most`` in the whole search."""
-        known = {one.candidate for one in self.tried}
+        known = {trial.candidate for trial in self.tried}
         for candidate in wanted:
             if len(self.tried) + len(self._running) >= most or self._over():
                 break
@@ -459,20 +467,20 @@ class Search:
 
     def _settle(self, pool: CandidateEvaluator) -> None:
         """Compiles the best few in full, as many at once as there are workers, the best without one first."""
-        asked: set[Candidate] = set()
+        submitted: set[Candidate] = set()
         began = time.monotonic()
         running, most = self._settling, self.limits.finalists
         while True:
-            for one in self.leaders()[:most]:
-                room = len(asked) < most and len(running) < self.limits.at_once
-                new = one.depth is CompileDepth.schedule and one.candidate not in asked
+            for trial in self.leaders()[:most]:
+                room = len(submitted) < most and len(running) < self.limits.at_once
+                new = trial.depth is CompileDepth.schedule and trial.candidate not in submitted
                 if new and room and not self._late():
-                    asked.add(one.candidate)
-                    pending = pool.submit(self.facts.job, one.candidate, full=True)
-                    running.append((one, pending))
+                    submitted.add(trial.candidate)
+                    pending = pool.submit(self.facts.job, trial.candidate, full=True)
+                    running.append((trial, pending))
             if not running:
                 return
-            names = " and ".join(one.candidate.name for one, _ in running)
+            names = " and ".join(trial.candidate.name for trial, _ in running)
             self._report(SearchStage.settling, subject=names)
             if running[0][1].wait(POLL_SECONDS):
                 self._settled()
@@ -488,12 +496,12 @@ class Search:
     def _settled(self) -> None:
         """Replaces the trial of the earliest full compile, whose answer is ready."""
         trial, pending = self._settling[0]
-        made = self._tried(trial.candidate, pending, trial.analysis, full=True)
+        settled = self._tried(trial.candidate, pending, trial.analysis, full=True)
         self._settling.popleft()  # only now: an interrupt loses no answer
-        if made.forecast is not None and trial.forecast is not None:
-            made = replace(made, schedule_seconds=trial.forecast.step_seconds)
-            self.tried[self.tried.index(trial)] = made
-        self._report(SearchStage.settling, made, subject=trial.candidate.name)
+        if settled.forecast is not None and trial.forecast is not None:
+            settled = replace(settled, schedule_seconds=trial.forecast.step_seconds)
+            self.tried[self.tried.index(trial)] = settled
+        self._report(SearchStage.settling, settled, subject=trial.candidate.name)
 
     def _collect(self) -> None:
         """Learns from all answers that are ready, in the order of the requests; drops the other requests."""
@@ -534,18 +542,18 @@ class Search:
         self, candidate: Candidate, pending: PendingForecast, analysis: Analysis, *, full: bool
     ) -> Trial:
         try:
-            made = pending.result()
+            forecast = pending.result()
         except MissingExtraError:
             raise  # no other layout would compile either
         except SystolicError as error:
             return Trial(candidate=candidate, analysis=analysis, problem=str(error), full=full)
         total = None
-        if made.step_seconds:
-            total = self._judge.total(candidate, made.step_seconds)
+        if forecast.step_seconds:
+            total = self._judge.total(candidate, forecast.step_seconds)
         return Trial(
             candidate=candidate,
             analysis=analysis,
-            forecast=made,
+            forecast=forecast,
             total=total,
             broken=self.goal.broken(total) if total is not None else None,
             full=full,
@@ -563,15 +571,19 @@ class Search:
 
     def leaders(self) -> list[Trial]:
         """The ranking; where no trial meets the limits, those nearest to them, nearest first."""
-        if found := self.ranking():
-            return found
-        near = [(self.goal.excess(one.total), one) for one in self.tried if one.total is not None]
-        near = [(excess, one) for excess, one in near if excess <= NEAR]
-        return [one for _, one in sorted(near, key=lambda pair: pair[0])]
+        if ranked := self.ranking():
+            return ranked
+        near = [
+            (self.goal.excess(trial.total), trial)
+            for trial in self.tried
+            if trial.total is not None
+        ]
+        near = [(excess, trial) for excess, trial in near if excess <= NEAR]
+        return [trial for _, trial in sorted(near, key=lambda pair: pair[0])]
 
     def leader(self, on: Slice | None = None) -> Trial | None:
         """The first of the leaders, of one slice where it is given."""
-        return next((one for one in self.leaders() if on in (None, one.candidate.on)), None)
+        return next((trial for trial in self.leaders() if on in (None, trial.candidate.on)), None)
 
     def _late(self) -> bool:
         limit = self.limits.seconds

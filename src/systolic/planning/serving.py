@@ -30,8 +30,8 @@ from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.models.published import find_published
+from systolic.planning.command import all_slices, slices_of
 from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
-from systolic.planning.slices import all_slices, slices_of
 from systolic.recipes.jobs.source import JobSource, source_of
 
 ROWS = 16
@@ -46,7 +46,7 @@ class ServingCandidate:
     layout: Layout
     least: Fleet
     """Replicas at the floors of the steps."""
-    made: Fleet | None = None
+    compiled: Fleet | None = None
     """Replicas at the steps that were compiled; None where none were."""
     room: int = 0
     """Requests that an engine holds, by its compiled steps."""
@@ -82,7 +82,7 @@ class ServingCandidate:
     @property
     def fleet(self) -> Fleet:
         """Fleet by the compiled steps, else by the floors."""
-        return self.made or self.least
+        return self.compiled or self.least
 
     @property
     def chips(self) -> int:
@@ -103,19 +103,19 @@ class ServingCandidate:
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""
-        made = self.forecast
+        forecast = self.forecast
         return {
             "slice": self.on.name,
             "layout": {axis: getattr(self.layout, axis) for axis in ("data", "tensor", "expert")},
             "chips": self.chips,
             "room_per_engine": self.room,
             **self.fleet.to_json(),
-            "compiled": self.made is not None,
+            "compiled": self.compiled is not None,
             "quick": self.quick,
             "floor": self.least.to_json(),
-            "memory": None if made is None else made.memory.to_json(),
-            "steps": [] if made is None else [one.to_json() for one in made.steps],
-            "notes": [] if made is None else list(made.notes),
+            "memory": None if forecast is None else forecast.memory.to_json(),
+            "steps": [] if forecast is None else [step.to_json() for step in forecast.steps],
+            "notes": [] if forecast is None else list(forecast.notes),
         }
 
 
@@ -150,10 +150,10 @@ class ServingPlan:
     def __repr__(self) -> str:
         """The best candidate on one line; a candidate itself has every step."""
         best = self.best
-        found = (
+        answer = (
             "nothing takes the demand" if best is None else f"{best.fleet.replicas:,} x {best.name}"
         )
-        return f"<ServingPlan of {self.name}: {found}; {len(self.ranked)} ranked, {len(self.rejected)} rejected>"
+        return f"<ServingPlan of {self.name}: {answer}; {len(self.ranked)} ranked, {len(self.rejected)} rejected>"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
@@ -163,22 +163,24 @@ class ServingPlan:
         """Commands that fetch the model where it is a published one, quantize it as planned, and serve it; none without a best candidate."""
         if self.best is None:
             return []
-        path, found = Path(self.name), []
+        path, commands = Path(self.name), []
         folder = path.parent if path.suffix == ".json" else path
         if not path.exists():
             known = find_published(self.name)
             folder = Path(DIR if known is None else known.name)
             if known is not None:
-                found.append(f"hf download {known.hub} --local-dir {known.name}")
+                commands.append(f"hf download {known.hub} --local-dir {known.name}")
         words = shlex.quote(str(folder))
         if self.weights != ServedWeights.plain.value:
             stem = folder if folder.name else folder.resolve().name
-            made = shlex.quote(f"{stem}-{self.weights}")
+            quantized = shlex.quote(f"{stem}-{self.weights}")
             scales = " --calibrate TEXT" if self.weights == ServedWeights.w8a8.value else ""
-            found.append(f"systolic quantize {words} --to {self.weights} --out {made}{scales}")
-            words = made
+            commands.append(
+                f"systolic quantize {words} --to {self.weights} --out {quantized}{scales}"
+            )
+            words = quantized
         cache = "" if self.cache == ServedCache.plain.value else f" --kv-dtype {self.cache}"
-        return [*found, f"systolic serve {words} {self.best.options}{cache}"]
+        return [*commands, f"systolic serve {words} {self.best.options}{cache}"]
 
     @property
     def best(self) -> ServingCandidate | None:
@@ -198,9 +200,11 @@ class ServingPlan:
             "price": self.price.value,
             "weights": self.weights,
             "kv_dtype": self.cache,
-            "ranked": [one.to_json() for one in self.ranked],
-            "uncompiled": [one.to_json() for one in self.uncompiled],
-            "rejected": [{"name": one.name, "reason": one.reason} for one in self.rejected],
+            "ranked": [candidate.to_json() for candidate in self.ranked],
+            "uncompiled": [candidate.to_json() for candidate in self.uncompiled],
+            "rejected": [
+                {"name": rejection.name, "reason": rejection.reason} for rejection in self.rejected
+            ],
             "commands": self.commands,
             "notes": list(self.notes),
             "target": self.name,
@@ -290,9 +294,9 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         NotFoundError: a name that is neither a slice nor a chip.
     """
     source = source_of(job, options)
-    made = source.job
-    name = target or (made.name if source.recipe.of_job else source.recipe.target)
-    if not isinstance(made.model, Decoder):
+    model_job = source.job
+    name = target or (model_job.name if source.recipe.of_job else source.recipe.target)
+    if not isinstance(model_job.model, Decoder):
         raise OptionError(
             f"{name} is no language model; plan serve takes a decoder such as llama-3.1-8b"
         )
@@ -303,22 +307,22 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         chunk=chunk,
         host_seconds=host_ms / 1e3,
     )
-    check_context(made, load, name)
+    check_context(model_job, load, name)
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
     )
     search = _ServingSearch(
         name=name,
-        job=with_formats(made, name, weights),
+        job=with_formats(model_job, name, weights),
         demand=Demand(requests_per_second=requests_per_second, load=load, limits=limits),
         price=price,
         cache=kv_dtype,
         flags=flags,
         compiler=compiler or Compiler(),
     )
-    with working(made.name):
-        found = search.run(*_slices(on, max_chips, price), candidates, finalists)
-    return replace(found, weights=weights.value, cache=kv_dtype.value)
+    with working(model_job.name):
+        plan = search.run(*_slices(on, max_chips, price), candidates, finalists)
+    return replace(plan, weights=weights.value, cache=kv_dtype.value)
 
 
 def _slices(
@@ -329,25 +333,25 @@ def _slices(
     Raises:
         OptionError: none of them is one of TPUs.
     """
-    found: dict[str, Slice] = {}
+    named: dict[str, Slice] = {}
     larger: dict[str, Slice] = {}
-    given = [on] if isinstance(on, str | Slice) else on
-    for part in given:
+    parts = [on] if isinstance(on, str | Slice) else on
+    for part in parts:
         words = part.split(",") if isinstance(part, str) else [part]
-        for word in (one for one in words if not isinstance(one, str) or one.strip()):
+        for word in (w for w in words if not isinstance(w, str) or w.strip()):
             meant = all_slices(word, max_chips, price)
-            small = [one for one in meant if one_machine(one) or len(meant) == 1]
-            found |= {one.name: one for one in small}
-            larger |= {one.name: one for one in meant if one not in small}
-    if not found and not larger:
+            small = [place for place in meant if one_machine(place) or len(meant) == 1]
+            named |= {place.name: place for place in small}
+            larger |= {place.name: place for place in meant if place not in small}
+    if not named and not larger:
         return slices_of("", max_chips, price), []
-    every = [*found.values(), *larger.values()]
-    if all(one.platform != "tpu" for one in every):
-        names = ", ".join(one.name for one in every)
+    every = [*named.values(), *larger.values()]
+    if all(place.platform != "tpu" for place in every):
+        names = ", ".join(place.name for place in every)
         raise OptionError(
             f"--on is {names}, and plan serve is for slices of TPUs: give v6e-8,v5e-8, a chip such as v6e, or any; systolic forecast --serve takes {names}"
         )
-    return list(found.values()), list(larger.values())
+    return list(named.values()), list(larger.values())
 
 
 def one_machine(on: Slice) -> bool:
@@ -370,25 +374,32 @@ class _ServingSearch:
         self, slices: Sequence[Slice], larger: Sequence[Slice], candidates: int, finalists: int
     ) -> ServingPlan:
         """The plan; ``larger`` are analysed where no slice of one machine of their chip takes the demand."""
-        every = [one for on in slices for one in self.analysed(on)]
-        taking = {one.on.chip.name for one in every}
-        every += [one for on in larger if on.chip.name not in taking for one in self.analysed(on)]
-        every.sort(key=lambda one: one.order)
+        every = [candidate for on in slices for candidate in self.analysed(on)]
+        taking = {candidate.on.chip.name for candidate in every}
+        every += [
+            candidate
+            for on in larger
+            if on.chip.name not in taking
+            for candidate in self.analysed(on)
+        ]
+        every.sort(key=lambda candidate: candidate.order)
         kept = self.promising(every)
         done: list[ServingCandidate] = []
         tried: list[ServingCandidate] = []
-        for one in kept:
-            best = min((found.order for found in done), default=None)
+        for candidate in kept:
+            best = min((other.order for other in done), default=None)
             # A floor is a bound: what is dearer at its floor than another compiled is dearer, and at equal dollars has no more headroom.
-            if len(tried) >= candidates or (best is not None and one.order >= best):
+            if len(tried) >= candidates or (best is not None and candidate.order >= best):
                 break
-            tried.append(one)
-            reporter().stage(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
-            if (made := self.compiled(one, quick=True)) is not None:
-                done.append(made)
-        done.sort(key=lambda one: one.order)
+            tried.append(candidate)
+            reporter().stage(f"{len(tried)}/{min(candidates, len(kept))} {candidate.name}")
+            if (compiled := self.compiled(candidate, quick=True)) is not None:
+                done.append(compiled)
+        done.sort(key=lambda candidate: candidate.order)
         done = self.settled(done, finalists)
-        left = [one for one in every if not any(_same(one, other) for other in tried)]
+        left = [
+            candidate for candidate in every if not any(_same(candidate, other) for other in tried)
+        ]
         return ServingPlan(
             name=self.name,
             demand=self.demand,
@@ -402,24 +413,26 @@ class _ServingSearch:
     def settled(self, done: list[ServingCandidate], finalists: int) -> list[ServingCandidate]:
         """The candidates with a full compile of the best, until the best has one."""
         for _ in range(finalists):
-            first = next((one for one in done[:finalists] if one.quick), None)
+            first = next((candidate for candidate in done[:finalists] if candidate.quick), None)
             if first is None:
                 break
             reporter().stage(f"full compile of {first.name}")
             full = self.compiled(first, quick=False)
-            done = [one for one in done if one is not first] + ([full] if full else [])
-            done.sort(key=lambda one: one.order)
+            done = [candidate for candidate in done if candidate is not first] + (
+                [full] if full else []
+            )
+            done.sort(key=lambda candidate: candidate.order)
         return done
 
     def promising(self, every: Sequence[ServingCandidate]) -> list[ServingCandidate]:
         """Candidates by their floors' cost, few of each slice."""
         taken: dict[str, int] = {}
-        found = []
-        for one in every:
-            taken[one.on.name] = taken.get(one.on.name, 0) + 1
-            if taken[one.on.name] <= LAYOUTS:
-                found.append(one)
-        return found
+        kept = []
+        for candidate in every:
+            taken[candidate.on.name] = taken.get(candidate.on.name, 0) + 1
+            if taken[candidate.on.name] <= LAYOUTS:
+                kept.append(candidate)
+        return kept
 
     def reject(self, name: str, reason: str) -> None:
         """Keeps a reason."""
@@ -432,7 +445,7 @@ class _ServingSearch:
                 on.name, "plan serve is for TPU slices; systolic forecast --serve has others"
             )
             return []
-        found: list[ServingCandidate] = []
+        candidates: list[ServingCandidate] = []
         reasons: dict[str, str] = {}
         fewest = 0
         for layout in self.layouts(on):
@@ -447,23 +460,23 @@ class _ServingSearch:
                     f"{need} of weights on {over} leave no room for a request of {self.demand.load.tokens:,} tokens in {have}"
                 )
                 continue
-            made = self.fleet(on, layout, least.times(), least.room, floor=True)
-            if made is None:
+            replicas = self.fleet(on, layout, least.times(), least.room, floor=True)
+            if replicas is None:
                 reasons["latency"] = self.too_slow(least)
                 continue
-            one = ServingCandidate(on=on, layout=layout, least=made, room=least.room)
-            if one.chips > MOST_CHIPS:
-                fewest = min(fewest or one.chips, one.chips)
+            candidate = ServingCandidate(on=on, layout=layout, least=replicas, room=least.room)
+            if candidate.chips > MOST_CHIPS:
+                fewest = min(fewest or candidate.chips, candidate.chips)
                 reasons["chips"] = self.too_many(fewest)
                 continue
-            found.append(one)
-        if not found:
+            candidates.append(candidate)
+        if not candidates:
             fallback = "no tensor or expert axis of its devices divides the model"
             why = next(
                 (reasons[what] for what in ("chips", "latency", "room") if what in reasons), ""
             )
             self.reject(on.name, why or fallback)
-        return found
+        return candidates
 
     def too_many(self, chips: int) -> str:
         """Why a demand is beyond what is planned for, at the floors of the steps."""
@@ -479,7 +492,7 @@ class _ServingSearch:
 
     def layouts(self, on: Slice) -> list[Layout]:
         """Engines of equal size on all devices, split over a tensor axis and, of a mixture, an expert axis."""
-        found = []
+        layouts = []
         model, devices = self.job.model, on.num_devices
         assert isinstance(model, Decoder)
         for each in (n for n in range(1, devices + 1) if devices % n == 0):
@@ -490,8 +503,8 @@ class _ServingSearch:
                     check_served(model, layout)
                 except LayoutError:
                     continue
-                found.append(layout)
-        return found
+                layouts.append(layout)
+        return layouts
 
     def fleet(
         self, on: Slice, layout: Layout, times: StepTimes, room: int, *, floor: bool = False
@@ -506,63 +519,65 @@ class _ServingSearch:
             floor=floor,
         )
 
-    def compiled(self, one: ServingCandidate, *, quick: bool) -> ServingCandidate | None:
+    def compiled(self, candidate: ServingCandidate, *, quick: bool) -> ServingCandidate | None:
         """The candidate by its compiled steps; None where they do not take the demand."""
-        rows = self.rows(one)
+        rows = self.rows(candidate)
         for _ in range(ROUNDS):
-            made = self.timed(one, rows, quick=quick)
-            if made is None:
+            server = self.timed(candidate, rows, quick=quick)
+            if server is None:
                 return None
-            found = self.fleet(one.on, one.layout, made.times, made.room)
-            if found is None:
-                alone = made.times.decode_seconds(1)
-                prompt = self.demand.load.chunks * (alone + made.times.chunk)
+            replicas = self.fleet(candidate.on, candidate.layout, server.times, server.room)
+            if replicas is None:
+                alone = server.times.decode_seconds(1)
+                prompt = self.demand.load.chunks * (alone + server.times.chunk)
                 self.reject(
-                    one.name,
+                    candidate.name,
                     f"above the limits of {self.demand.limits}: {duration(prompt)} for a prompt alone, {duration(alone)} per token",
                 )
                 return None
-            most = max(round(found.at_most.decode_rows), 1)
-            if most <= BEYOND * max(made.times.decode) or most <= max(rows):
+            most = max(round(replicas.at_most.decode_rows), 1)
+            if most <= BEYOND * max(server.times.decode) or most <= max(rows):
                 break
             # Beyond the steps that were compiled their seconds would be a guess.
             rows = [*rows, most]
-        return replace(one, made=found, room=made.room, quick=quick, forecast=made.forecast)
+        return replace(
+            candidate, compiled=replicas, room=server.room, quick=quick, forecast=server.forecast
+        )
 
     def timed(
-        self, one: ServingCandidate, rows: Sequence[int], *, quick: bool
+        self, candidate: ServingCandidate, rows: Sequence[int], *, quick: bool
     ) -> ServerTimes | None:
         """Steps of a candidate; None where they do not compile or do not fit."""
-        compiler = replace(self.compiler, flags=resolved(self.flags, one.on.chip))
+        compiler = replace(self.compiler, flags=resolved(self.flags, candidate.on.chip))
         plain = self.cache is ServedCache.plain
         try:
-            made = server_times(
-                replace(self.job, layout=one.layout),
-                one.on,
+            server = server_times(
+                replace(self.job, layout=candidate.layout),
+                candidate.on,
                 self.demand.load,
                 rows,
                 served=None if plain else Served(cache=self.cache),
                 compiler=compiler.quick() if quick else compiler,
-                watch=lambda stage: reporter().stage(f"{one.name}, {stage}"),
+                watch=lambda stage: reporter().stage(f"{candidate.name}, {stage}"),
             )
         except SystolicError as error:
-            self.reject(one.name, str(error))
+            self.reject(candidate.name, str(error))
             return None
-        if isinstance(made, ServerTimes):
-            return made
-        memory = made.memory
+        if isinstance(server, ServerTimes):
+            return server
+        memory = server.memory
         need = gibibytes(memory.weights_bytes + memory.temporary_bytes)
         self.reject(
-            one.name,
+            candidate.name,
             f"weights and temporaries of {need} leave no room in {gibibytes(memory.capacity_bytes)}",
         )
         return None
 
-    def rows(self, one: ServingCandidate) -> list[int]:
+    def rows(self, candidate: ServingCandidate) -> list[int]:
         """Rows of the steps to compile first: some times those of the floor at its most, and of a mixture some between."""
-        state = one.least.state
-        least = state.decode_rows * one.least.most_rate / state.requests_per_second
-        most = max(min(round(PARTS * least), one.room), 1)
+        state = candidate.least.state
+        least = state.decode_rows * candidate.least.most_rate / state.requests_per_second
+        most = max(min(round(PARTS * least), candidate.room), 1)
         model = self.job.model
         assert isinstance(model, Decoder)
         between = [most // PARTS] if model.experts > 1 and most // PARTS > 1 else []
@@ -570,15 +585,15 @@ class _ServingSearch:
 
     def notes(self, done: Sequence[ServingCandidate]) -> list[str]:
         """Notes on the plan as a whole."""
-        found = [
-            f"{one.on.name} has {HOSTS.format(plural(one.on.num_hosts, 'host'))}"
-            for one in done
-            if not one_machine(one.on)
+        notes = [
+            f"{candidate.on.name} has {HOSTS.format(plural(candidate.on.num_hosts, 'host'))}"
+            for candidate in done
+            if not one_machine(candidate.on)
         ]
-        unpriced = {one.on.name for one in done if one.fleet.usd_per_hour is None}
-        found += [f"{name} has no price {self.price.value}; it is ranked last" for name in unpriced]
-        return list(dict.fromkeys(found))
+        unpriced = {candidate.on.name for candidate in done if candidate.fleet.usd_per_hour is None}
+        notes += [f"{name} has no price {self.price.value}; it is ranked last" for name in unpriced]
+        return list(dict.fromkeys(notes))
 
 
-def _same(one: ServingCandidate, other: ServingCandidate) -> bool:
-    return one.on == other.on and one.layout == other.layout
+def _same(candidate: ServingCandidate, other: ServingCandidate) -> bool:
+    return candidate.on == other.on and candidate.layout == other.layout

@@ -299,7 +299,7 @@ def precisions_of(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
 def narrower(job: Job, on: Slice) -> list[Precision]:
     """int8 and fp8, where the model and the chip support them."""
     known = job.model.matmul_formats() & frozenset(on.chip.native)
-    return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
+    return [precision for precision in (Precision.int8, Precision.fp8) if precision.value in known]
 
 
 def sequence_of(job: Job) -> int | None:

@@ -24,8 +24,8 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     layout = candidate.layout
     known = job.model.outline(layout)
     flags = [
-        Change(flags=one)
-        for one in sets_for(
+        Change(flags=flag_set)
+        for flag_set in sets_for(
             candidate.on,
             layout.remat is Remat.offload,
             candidate.flags,
@@ -38,17 +38,17 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         sequence = tokens.shape[0]
         sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
         blocks = [layout_change(attention_block=b) for b in sizes]
-    found = [layout_change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
-    found += [layout_change(residual=one) for one in _splits(job, candidate, tight)]
+    wanted = [layout_change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
+    wanted += [layout_change(residual=split) for split in _splits(job, candidate, tight)]
     if not tight and (fewer := _fewer_passes(candidate)):
-        found.append(layout_change(accumulate=fewer))
+        wanted.append(layout_change(accumulate=fewer))
     for index in range(max(len(flags), len(blocks))):
-        found += [*flags[index : index + 1], *blocks[index : index + 1]]
+        wanted += [*flags[index : index + 1], *blocks[index : index + 1]]
     if tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
         for chunks in _chunks(layout.loss_chunks, tight):
             if tokens.shape[0] % (chunks * layout.context) == 0:
-                found.append(layout_change(loss_chunks=chunks))
-    return found
+                wanted.append(layout_change(loss_chunks=chunks))
+    return wanted
 
 
 def _chunks(now: int, tight: bool) -> list[int]:
@@ -74,7 +74,7 @@ def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:
     if layout.tensor == 1 or job.model.outline(layout) is None:
         return []
     ways = [Residual.sequence, Residual.embed] + ([] if tight else [Residual.whole])
-    return [one for one in ways if one is not layout.residual]
+    return [way for way in ways if way is not layout.residual]
 
 
 def _breaks_lines(candidate: Candidate) -> bool:
@@ -91,12 +91,12 @@ def _breaks_lines(candidate: Candidate) -> bool:
     return ways >= 4 and ways not in whole
 
 
-def like(leader: Candidate, one: Candidate) -> Candidate:
-    """Candidate ``one`` with the leader's attention blocks, loss chunks, placement, residual split, and flags that its chip takes."""
+def like(leader: Candidate, candidate: Candidate) -> Candidate:
+    """The candidate with the leader's attention blocks, loss chunks, placement, residual split, and flags that its chip takes."""
     flags = leader.flags
-    if flags is not DEFAULT and one.on.chip.name not in flags.generations:
-        flags = one.flags
-    layout = one.layout.take(
+    if flags is not DEFAULT and candidate.on.chip.name not in flags.generations:
+        flags = candidate.flags
+    layout = candidate.layout.take(
         leader.layout, Group.placement, Group.residual, Group.attention, Group.loss
     )
-    return replace(one, layout=layout, flags=flags)
+    return replace(candidate, layout=layout, flags=flags)

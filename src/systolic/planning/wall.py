@@ -89,19 +89,19 @@ class Wall:
         }
 
 
-def wall_of(facts: Facts, goal: Goal, trial: Trial, given: Conditions) -> Wall | None:
+def wall_of(facts: Facts, goal: Goal, trial: Trial, conditions: Conditions) -> Wall | None:
     """Wall-clock of a compiled candidate; None of one without a step time.
 
     A preemption undoes half the steps between two checkpoints, and costs a start and reading a checkpoint. With
     ``p`` preemptions a second that cost ``c`` seconds each, work of ``w`` seconds takes ``w / (1 - p c)``.
     """
-    made, total = trial.forecast, trial.total
-    if made is None or total is None or not made.step_seconds:
+    forecast, total = trial.forecast, trial.total
+    if forecast is None or total is None or not forecast.step_seconds:
         return None
-    on, job, step = trial.candidate.on, facts.job, made.step_seconds
-    start, assumptions = _start(made.compiler, given, full=trial.full)
-    rate = given.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND
-    if given.storage_bytes_per_second is None:
+    on, job, step = trial.candidate.on, facts.job, forecast.step_seconds
+    start, assumptions = _start(forecast.compiler, conditions, full=trial.full)
+    rate = conditions.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND
+    if conditions.storage_bytes_per_second is None:
         assumptions.append(
             f"storage of {rate / 1e9:g} GB/s for each host: assumed; --storage-rate sets it"
         )
@@ -109,12 +109,13 @@ def wall_of(facts: Facts, goal: Goal, trial: Trial, given: Conditions) -> Wall |
     checkpoints = math.ceil(total.steps / every) if every else 1
     each = saved / (rate * on.num_hosts)
     example = sum(
-        math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in job.data.fields().values()
+        math.prod(feature.shape) * np.dtype(feature.dtype).itemsize
+        for feature in job.data.fields().values()
     )
     read = example * trial.candidate.batch / on.num_hosts
     waiting = max(read / rate - step, 0.0) * total.steps
     work = total.seconds + start + checkpoints * each + waiting
-    daily = given.preemptions_per_day
+    daily = conditions.preemptions_per_day
     if daily is None:
         daily = SPOT_PREEMPTIONS_PER_DAY if goal.price is PriceTerm.spot else 0.0
         if daily:
@@ -128,7 +129,7 @@ def wall_of(facts: Facts, goal: Goal, trial: Trial, given: Conditions) -> Wall |
     share = seconds / total.seconds
     hourly = goal.hourly(on)
     kwh = None if total.kwh is None or not math.isfinite(share) else total.kwh * share
-    grid = given.grid_g_per_kwh
+    grid = conditions.grid_g_per_kwh
     return Wall(
         seconds=seconds,
         train_seconds=total.seconds,
@@ -149,11 +150,11 @@ def wall_of(facts: Facts, goal: Goal, trial: Trial, given: Conditions) -> Wall |
 
 
 def _start(
-    compiler: Mapping[str, Any], given: Conditions, *, full: bool
+    compiler: Mapping[str, Any], conditions: Conditions, *, full: bool
 ) -> tuple[float, list[str]]:
     """Seconds of one start, and what is assumed of them."""
-    if given.start_seconds is not None:
-        return given.start_seconds, []
+    if conditions.start_seconds is not None:
+        return conditions.start_seconds, []
     known = float(compiler.get("seconds") or 0.0)
     text = f"start-up of {duration(START_SECONDS)} besides compiling: assumed"
     if known:

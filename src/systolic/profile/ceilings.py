@@ -8,9 +8,8 @@ from functools import cached_property
 from systolic.chips import Chip, by_device_kind, known
 from systolic.core.errors import NotFoundError
 from systolic.core.units import si
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity, OpTraffic
 from systolic.profile.trace import DeviceTrace
-from systolic.profile.traffic import OpTraffic
 
 MATRIX, MEMORY, VECTOR_MEMORY = "matrix units", "device memory", "vector memory"
 HOST_LINK, DIES = "host link", "links between dies"
@@ -47,14 +46,12 @@ class Rate:
 
     def text(self, seconds: float) -> str:
         """``5.37 GB at 29.4 GB/s, 46 % of the peak of the host link``; the work alone where it took no time."""
-        found = si(self.work, self.measure)
+        rate = si(self.work, self.measure)
         if seconds <= 0:
-            return found
-        found += f" at {si(self.work / seconds, f'{self.measure}/s')}"
+            return rate
+        rate += f" at {si(self.work / seconds, f'{self.measure}/s')}"
         share = self.share(seconds)
-        return (
-            found if share is None else f"{found}, {share:.0%} of the peak of {_NAMED[self.unit]}"
-        )
+        return rate if share is None else f"{rate}, {share:.0%} of the peak of {_NAMED[self.unit]}"
 
 
 @dataclass(frozen=True)
@@ -125,15 +122,17 @@ class Ceilings:
         if kind is Activity.collective:
             unit, peak = self.links(moved.devices)
             return Rate(unit=unit, work=moved.link, peak=peak) if moved.link else None
-        found = []
+        rates = []
         if kind in (Activity.matmul, Activity.kernel) and flops:
-            found.append(Rate(unit=MATRIX, work=flops, peak=self.trace.peak(dtype or "bf16")))
+            rates.append(Rate(unit=MATRIX, work=flops, peak=self.trace.peak(dtype or "bf16")))
         unknown = kind is Activity.kernel and moved.hbm > (self.memory or math.inf) * seconds
         if moved.hbm and not unknown:
-            found.append(Rate(unit=MEMORY, work=moved.hbm, peak=self.memory))
+            rates.append(Rate(unit=MEMORY, work=moved.hbm, peak=self.memory))
         elif moved.vmem and not unknown:
-            found.append(
+            rates.append(
                 Rate(unit=VECTOR_MEMORY, work=moved.vmem, peak=self.trace.peak_vector_bytes)
             )
         # The unit that needs the longest; one without a peak only where no other is known.
-        return max(found, key=lambda one: one.work / one.peak if one.peak else -1.0, default=None)
+        return max(
+            rates, key=lambda bound: bound.work / bound.peak if bound.peak else -1.0, default=None
+        )

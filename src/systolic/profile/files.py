@@ -57,9 +57,9 @@ def is_profile_file(path: Path) -> bool:
 
 def other(path: Path) -> str:
     """Kind of a file that is not a profile, and what to give in its place; empty where it isn't known."""
-    found = _other(path)
-    if found:
-        return found
+    kind = _other(path)
+    if kind:
+        return kind
     head = beginning(path)
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS and not the file itself: git lfs pull"
@@ -78,7 +78,11 @@ def find(path: Path) -> tuple[Sequence[Path], list[str]]:
     """
     if path.is_file():
         return [path], []
-    files = [one for one in path.rglob("*") if one.name.endswith(SUFFIXES)] if path.is_dir() else []
+    files = (
+        [entry for entry in path.rglob("*") if entry.name.endswith(SUFFIXES)]
+        if path.is_dir()
+        else []
+    )
     if not files:
         raise NotFoundError(f"{path} holds no profile; {WANTED}")
     folders: dict[Path, list[Path]] = defaultdict(list)
@@ -155,14 +159,14 @@ class HostFile:
     @cached_property
     def seconds(self) -> Mapping[str, float]:
         """Seconds on all devices by program, with its fingerprint where the file has one."""
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for trace in self.traces:
             for run in trace.runs:
-                found[run.name] += run.end - run.start
+                seconds[run.name] += run.end - run.start
             if not trace.runs:
                 for op in trace.ops:
-                    found[op.module] += op.end - op.start
-        return found
+                    seconds[op.module] += op.end - op.start
+        return seconds
 
     @property
     def main(self) -> str:
@@ -178,7 +182,7 @@ class HostFile:
         mine, theirs = self.traces[0].recorded, other.traces[0].recorded
         timed = mine is not None and theirs is not None
         # Where both say their time, a host may have a fingerprint of its own for its part of the program.
-        ours, others = ({_key(name, timed) for name in one.seconds} for one in (self, other))
+        ours, others = ({_key(name, timed) for name in host.seconds} for host in (self, other))
         if _key(self.main, timed) not in others or _key(other.main, timed) not in ours:
             return False
         if mine is None or theirs is None:

@@ -20,8 +20,7 @@ from systolic.chips import chip as by_name
 from systolic.core.errors import DataError, OptionError
 from systolic.core.origin import Origin
 from systolic.profile.ceilings import Ceilings, Rate
-from systolic.profile.kinds import Activity
-from systolic.profile.ops import LINKS, Describer, ProfiledOp
+from systolic.profile.ops import LINKS, Activity, Describer, ProfiledOp
 from systolic.profile.trace import DeviceOp, DeviceTrace, Interval, Mark, exclusive, missing, union
 from systolic.profile.xplane import load_all
 from systolic.sim.timeline import PricedBy, Span, Timeline
@@ -158,10 +157,10 @@ def open_profile(path: Path, chip: str = "") -> Profile:
         OptionError: ``chip`` is another than the one that the profile names.
     """
     traces = [_on(chip, trace) for trace in load_all(path)]
-    found = [one for trace in traces if (one := _profile(trace)) is not None]
-    if not found:
+    profiles = [profile for trace in traces if (profile := _profile(trace)) is not None]
+    if not profiles:
         raise DataError(f"no program runs in {traces[0].path}; trace a few whole steps")
-    return replace(found[0], others=found[1:])
+    return replace(profiles[0], others=profiles[1:])
 
 
 def _on(chip: str, trace: DeviceTrace) -> DeviceTrace:
@@ -243,8 +242,8 @@ def _runs(trace: DeviceTrace) -> list[Mark]:
     for op in trace.ops:
         if op.run is not None:
             together[op.module, op.run].append(op)
-    found = [_mark(name, ops) for (name, _), ops in together.items()] or _cut(trace)
-    return sorted(found, key=lambda mark: mark.end)
+    marks = [_mark(name, ops) for (name, _), ops in together.items()] or _cut(trace)
+    return sorted(marks, key=lambda mark: mark.end)
 
 
 def _mark(name: str, ops: Iterable[DeviceOp]) -> Mark:
@@ -268,7 +267,7 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
     for op in by[name]:
         times[op.name].append(op.start)
     often = statistics.mode(len(starts) for starts in times.values())
-    starts = min(found for found in times.values() if len(found) == often)
+    starts = min(times_of_op for times_of_op in times.values() if len(times_of_op) == often)
     parts: dict[int, list[DeviceOp]] = defaultdict(list)
     for op in by[name]:
         parts[bisect.bisect_right(starts, op.start)].append(op)
@@ -281,7 +280,7 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
 def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[DeviceOp, DeviceOp]]:
     """Pairs for :attr:`Profile.pairs`."""
     started: dict[str, DeviceOp] = {}
-    found = []
+    pairs = []
     for op in ops:
         if op.opcode.endswith("-start"):
             started[op.name] = op
@@ -289,8 +288,8 @@ def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[Devic
             line = describe(op).line
             begun = started.pop(line.inputs[0], None) if line is not None and line.inputs else None
             if begun is not None:
-                found.append((begun, op))
-    return found
+                pairs.append((begun, op))
+    return pairs
 
 
 def _flights(
@@ -298,7 +297,7 @@ def _flights(
 ) -> Mapping[int, float]:
     """Seconds for :attr:`Profile.flights`."""
     ended: dict[bool, float] = {}
-    found: dict[int, float] = {}
+    flights: dict[int, float] = {}
     for begun, done in pairs:
         if done.end - done.start < WAITED:
             continue
@@ -307,8 +306,8 @@ def _flights(
             way = described.traffic.to_host
             start = max(start, ended.get(way, start))
             ended[way] = done.end
-        found[id(done)] = done.end - start
-    return found
+        flights[id(done)] = done.end - start
+    return flights
 
 
 def _rank(op: ProfiledOp) -> int:

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from systolic.profile.ceilings import Rate
-from systolic.profile.kinds import Activity
-from systolic.profile.ops import ProfiledOp
+from systolic.profile.ops import Activity, ProfiledOp
 from systolic.profile.profile import Profile
 from systolic.profile.trace import DeviceOp
 
@@ -133,12 +132,12 @@ class ProfileTable:
     def ops(self) -> Sequence[OpRow]:
         """Ops but those that only hold others."""
         by: dict[tuple[str, str, str], list[tuple[Profile, DeviceOp]]] = defaultdict(list)
-        for one in self.profile.devices:
-            starts = [run.start for run in one.programs]
-            for op in (*one.trace.ops, *one.trace.sparse):
+        for profile in self.profile.devices:
+            starts = [run.start for run in profile.programs]
+            for op in (*profile.trace.ops, *profile.trace.sparse):
                 at = bisect.bisect_right(starts, op.start + 1e-9) - 1
-                program = one.programs[at].name if at >= 0 else op.module
-                by[program, op.name, op.opcode].append((one, op))
+                program = profile.programs[at].name if at >= 0 else op.module
+                by[program, op.name, op.opcode].append((profile, op))
         rows = [self._row(program, of) for (program, _, _), of in by.items()]
         kept = [row for row in rows if row.op.kind is not Activity.loop]
         return sorted(kept, key=lambda row: -row.seconds)
@@ -148,10 +147,10 @@ class ProfileTable:
         """Programs."""
         by: dict[str, list[float]] = defaultdict(list)
         on: dict[str, set[str]] = defaultdict(set)
-        for one in self.profile.devices:
-            for run in one.programs:
+        for profile in self.profile.devices:
+            for run in profile.programs:
                 by[run.name].append(run.end - run.start)
-                on[run.name].add(one.trace.device)
+                on[run.name].add(profile.trace.device)
         rows = [
             ProgramRow(
                 name=name,
@@ -167,14 +166,14 @@ class ProfileTable:
     @cached_property
     def devices(self) -> Sequence[DeviceRow]:
         """Devices, in the order of the profile."""
-        return [_device(one) for one in self.profile.devices]
+        return [_device(profile) for profile in self.profile.devices]
 
     def _row(self, program: str, of: Sequence[tuple[Profile, DeviceOp]]) -> OpRow:
-        number = len({id(one) for one, _ in of})
+        number = len({id(profile) for profile, _ in of})
         times = sorted(op.end - op.start for _, op in of)
         first, raw = of[0]
         described = first.describe(raw)
-        flights = [one.flight(op) for one, op in of if _ends(described, one, op)]
+        flights = [profile.flight(op) for profile, op in of if _ends(described, profile, op)]
         flight = statistics.median(flights) if flights else 0.0
         work = first.ceilings.rate(
             described.kind, described.flops, described.dtype, described.traffic, flight

@@ -173,11 +173,11 @@ def of_jax(plane: Any, constants: Mapping[str, Mapping[str, Any]]) -> Plane:
 
 
 def _events(events: Iterable[Any]) -> Iterable[Event]:
-    for one in events:
-        stats = dict(one.stats)
-        start, exact = one.start_ns / NANOSECONDS, stats.get("device_duration_ps")
-        end = one.end_ns / NANOSECONDS if exact is None else start + float(exact) / PICOSECONDS
-        yield Event(name=one.name, start=start, end=end, stats=stats)
+    for event in events:
+        stats = dict(event.stats)
+        start, exact = event.start_ns / NANOSECONDS, stats.get("device_duration_ps")
+        end = event.end_ns / NANOSECONDS if exact is None else start + float(exact) / PICOSECONDS
+        yield Event(name=event.name, start=start, end=end, stats=stats)
 
 
 Interval = tuple[float, float]
@@ -198,8 +198,8 @@ def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float
     for at, begins, number in points:
         now = next((active[rank] for rank in sorted(active) if active[rank]), None)
         if now and at > before:
-            for one in now:
-                own[one] += (at - before) / len(now)
+            for index in now:
+                own[index] += (at - before) / len(now)
         before = at
         if begins:
             active[ranks[number]].add(number)
@@ -210,41 +210,41 @@ def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Union without overlaps, in order."""
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def missing(busy: Sequence[Interval], within: Interval) -> list[Interval]:
     """Parts of ``within`` that ordered intervals leave."""
     low, high = within
-    found = []
+    gaps = []
     for start, end in busy:
         if start > low:
-            found.append((low, min(start, high)))
+            gaps.append((low, min(start, high)))
         low = max(low, end)
         if low >= high:
             break
     if low < high:
-        found.append((low, high))
-    return [gap for gap in found if gap[1] > gap[0]]
+        gaps.append((low, high))
+    return [gap for gap in gaps if gap[1] > gap[0]]
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Intersection of two ordered lists of intervals."""
-    found, at = [], 0
+    shared, at = [], 0
     for start, end in first:
         while at < len(second) and second[at][1] <= start:
             at += 1
         number = at
         while number < len(second) and second[number][0] < end:
-            found.append((max(start, second[number][0]), min(end, second[number][1])))
+            shared.append((max(start, second[number][0]), min(end, second[number][1])))
             number += 1
-    return found
+    return shared
 
 
 def total(intervals: Iterable[Interval]) -> float:

@@ -66,21 +66,24 @@ def read_chrome(path: Path) -> tuple[list[Plane], list[str]]:
     lines: dict[tuple[int, int], str] = {}
     by: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     number = 0
-    for one in events:
-        phase = one.get("ph")
+    for event in events:
+        phase = event.get("ph")
         if phase == "M":
-            text = str(one.get("args", {}).get("name", ""))
-            if one.get("name") == "process_name":
-                names[one["pid"]] = text
-            elif one.get("name") == "thread_name":
-                lines[one["pid"], one.get("tid", 0)] = text
-        elif phase == "X" and "ts" in one:
+            text = str(event.get("args", {}).get("name", ""))
+            if event.get("name") == "process_name":
+                names[event["pid"]] = text
+            elif event.get("name") == "thread_name":
+                lines[event["pid"], event.get("tid", 0)] = text
+        elif phase == "X" and "ts" in event:
             number += 1
-            by[one.get("pid", 0)][one.get("tid", 0)].append(_event(one))
+            by[event.get("pid", 0)][event.get("tid", 0)].append(_event(event))
     planes = [
         Plane(
             name=name,
-            lines=[(lines.get((pid, tid), str(tid)), found) for tid, found in by[pid].items()],
+            lines=[
+                (lines.get((pid, tid), str(tid)), line_events)
+                for tid, line_events in by[pid].items()
+            ],
         )
         for pid, name in names.items()
     ]
@@ -98,22 +101,22 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
         content = path.read_bytes()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        found = json.loads(content)
-        events = found["traceEvents"] if isinstance(found, dict) else found
-        return [one for one in events if isinstance(one, dict)]
+        tree = json.loads(content)
+        events = tree["traceEvents"] if isinstance(tree, dict) else tree
+        return [event for event in events if isinstance(event, dict)]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is no trace of XProf, or damaged ({type(error).__name__}: {error}); copy it again, or {WANTED}"
         ) from error
 
 
-def _event(one: Mapping[str, Any]) -> Event:
-    start = float(one["ts"]) / MICROSECONDS
+def _event(event: Mapping[str, Any]) -> Event:
+    start = float(event["ts"]) / MICROSECONDS
     return Event(
-        name=str(one.get("name", "")),
+        name=str(event.get("name", "")),
         start=start,
-        end=start + float(one.get("dur", 0.0)) / MICROSECONDS,
-        stats=one.get("args") or {},
+        end=start + float(event.get("dur", 0.0)) / MICROSECONDS,
+        stats=event.get("args") or {},
     )
 
 
@@ -158,11 +161,11 @@ def load_all(path: Path) -> list[DeviceTrace]:
         assert problem is not None
         raise problem
     check_one_run(path, hosts)
-    found = [trace for traces in hosts.values() for trace in traces]
+    devices = [trace for traces in hosts.values() for trace in traces]
     if len(files) > 1:
-        found = [replace(one, device=f"{one.host} {one.device}") for one in found]
-    first = replace(found[0], notes=[*notes, *found[0].notes])
-    return [first, *found[1:]]
+        devices = [replace(device, device=f"{device.host} {device.device}") for device in devices]
+    first = replace(devices[0], notes=[*notes, *devices[0].notes])
+    return [first, *devices[1:]]
 
 
 def _of_host(file: Path) -> list[DeviceTrace]:
@@ -171,7 +174,9 @@ def _of_host(file: Path) -> list[DeviceTrace]:
     devices = _devices(planes)
     host = next((plane for plane in planes if plane.name == HOST), None)
     lines = [] if host is None else host.lines
-    traces = [_of_device(file, *one) for one in devices] if devices else [_of_cpu(file, lines)]
+    traces = (
+        [_of_device(file, *device) for device in devices] if devices else [_of_cpu(file, lines)]
+    )
     traces = [trace for trace in traces if trace.ops]
     if not traces:
         raise DataError(
@@ -182,7 +187,7 @@ def _of_host(file: Path) -> list[DeviceTrace]:
     modules, missing = _modules(protos, used)
     traces = [
         replace(
-            one,
+            trace,
             host=host_of(file),
             steps=steps,
             loop=loop,
@@ -190,7 +195,7 @@ def _of_host(file: Path) -> list[DeviceTrace]:
             modules=modules,
             recorded=recorded,
         )
-        for one in traces
+        for trace in traces
     ]
     return [replace(traces[0], notes=[*notes, *missing]), *traces[1:]]
 
@@ -207,7 +212,7 @@ def _planes(
         return planes, {}, None, notes
     content = file.read_bytes()
     try:
-        found = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
+        jax_planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
     except RuntimeError as error:
         what = other(file)
         raise DataError(
@@ -216,9 +221,9 @@ def _planes(
             else f"{file} is no profile, or damaged ({error}); copy it again, or {WANTED}"
         ) from error
     metadata = xspace.metadata(content)
-    wanted = [p for p in found if p.name == HOST or DEVICE.match(p.name)]
+    wanted = [p for p in jax_planes if p.name == HOST or DEVICE.match(p.name)]
     planes = [of_jax(plane, metadata.get(plane.name, {})) for plane in wanted]
-    environment = next((dict(p.stats) for p in found if p.name == ENVIRONMENT), {})
+    environment = next((dict(p.stats) for p in jax_planes if p.name == ENVIRONMENT), {})
     return planes, xspace.modules(metadata), _recorded(environment), []
 
 
@@ -233,13 +238,13 @@ def _devices(planes: Sequence[Plane]) -> list[tuple[Plane, Sequence[Plane]]]:
     cores: dict[tuple[str, int], Plane] = {}
     sparse: dict[tuple[str, int], list[Plane]] = {}
     for plane in planes:
-        found = DEVICE.match(plane.name)
-        if found is None:
+        match = DEVICE.match(plane.name)
+        if match is None:
             continue
-        key = found["kind"], int(found["number"])
-        if found["sparse"] is not None:
+        key = match["kind"], int(match["number"])
+        if match["sparse"] is not None:
             sparse.setdefault(key, []).append(plane)
-        elif found["kind"] == "GPU" or found.end() == len(plane.name):
+        elif match["kind"] == "GPU" or match.end() == len(plane.name):
             cores[key] = plane
     return [(cores[key], sparse.get(key, ())) for key in sorted(cores)]
 
@@ -281,9 +286,11 @@ def _of_device(path: Path, plane: Plane, sparse: Sequence[Plane]) -> DeviceTrace
         beside=_sorted(read_op(event, "async") for event in plane.of(ASYNC)),
         sparse=_sorted(
             op
-            for one in sparse
-            for read_one in [_TpuOps(one.constants)]
-            for op in (read_one(event, one.name.partition(" ")[2]) for event in one.of(SPARSE, OPS))
+            for core in sparse
+            for read_one in [_TpuOps(core.constants)]
+            for op in (
+                read_one(event, core.name.partition(" ")[2]) for event in core.of(SPARSE, OPS)
+            )
         ),
         marks=_marks(plane.of(STEPS)),
         runs=_marks(plane.of(RUNS)),
@@ -295,8 +302,8 @@ def _sorted(ops: Iterable[DeviceOp]) -> list[DeviceOp]:
 
 
 def _marks(events: Iterable[Event]) -> list[Mark]:
-    found = [Mark(name=e.name, start=e.start, end=e.end) for e in events]
-    return sorted(found, key=lambda mark: mark.start)
+    marks = [Mark(name=e.name, start=e.start, end=e.end) for e in events]
+    return sorted(marks, key=lambda mark: mark.start)
 
 
 class _TpuOps:
@@ -316,12 +323,12 @@ class _TpuOps:
     def _read(self, event: Event, long_name: str) -> dict[str, Any]:
         stats = {**self._constants.get(event.name, {}), **event.stats}
         text = event.name if _TEXT.match(event.name) else str(stats.get("long_name", long_name))
-        found = _TEXT.match(text)
+        match = _TEXT.match(text)
         parts = stats.get("memory_access_breakdown")
         return {
-            "name": found["name"] if found else event.name,
-            "opcode": found["opcode"] if found else "",
-            "text": text if found else "",
+            "name": match["name"] if match else event.name,
+            "opcode": match["opcode"] if match else "",
+            "text": text if match else "",
             "program": _integer(stats.get("program_id")),
             "category": str(stats.get("hlo_category", "")),
             "op_name": str(stats.get("tf_op", "")).rstrip(":"),
@@ -428,15 +435,15 @@ def _modules(
         hlo = import_module("jaxlib._hlo")
     except ImportError:
         return {}, ["this jaxlib does not read the compiled modules in a profile"]
-    found, notes = {}, []
+    modules, notes = {}, []
     for program, chosen in _chosen(protos, used).items():
         try:
             module = hlo.HloModule.from_serialized_hlo_module_proto(protos[chosen][1])
-            found[program] = parse(module.to_string())
+            modules[program] = parse(module.to_string())
         except (RuntimeError, ValueError, DataError) as error:
             reason = (str(error).splitlines() or ["?"])[0]
             notes.append(f"the module of {protos[chosen][0]}: {reason}")
-    return found, notes
+    return modules, notes
 
 
 def _chosen(
@@ -448,13 +455,13 @@ def _chosen(
     that no other program claims.
     """
     ids = {program for program, _ in used}
-    found = {}
+    programs = {}
     for program, module in used:
         if program is None:
             continue
         same = [key for key, (name, _) in protos.items() if name == module and key not in ids]
         if program in protos:
-            found[program] = program
+            programs[program] = program
         elif len(same) == 1:
-            found[program] = same[0]
-    return found
+            programs[program] = same[0]
+    return programs

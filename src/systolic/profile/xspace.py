@@ -51,7 +51,7 @@ def modules(planes: Mapping[str, Mapping[str, Stats]]) -> dict[int, tuple[str, b
     Raises:
         DataError: a message ends too early.
     """
-    found = {}
+    protos = {}
     for event, stats in planes.get(METADATA, {}).items():
         program = _PROGRAM.search(event)
         proto = next((value for value in stats.values() if isinstance(value, bytes)), None)
@@ -59,8 +59,8 @@ def modules(planes: Mapping[str, Mapping[str, Stats]]) -> dict[int, tuple[str, b
             continue
         module = dict(_fields(memoryview(proto))).get(MODULE)
         if module is not None:
-            found[int(program[1])] = (event[: program.start()], bytes(module))
-    return found
+            protos[int(program[1])] = (event[: program.start()], bytes(module))
+    return protos
 
 
 def device_memory(breakdown: bytes) -> float | None:
@@ -72,8 +72,8 @@ def device_memory(breakdown: bytes) -> float | None:
         DataError: it ends too early.
     """
     entries = [dict(_fields(value)) for _, value in _fields(memoryview(breakdown))]
-    found = [entry.get(ACCESSED, 0) for entry in entries if entry.get(SPACE) == HBM]
-    return float(sum(found)) if entries else None
+    accessed = [entry.get(ACCESSED, 0) for entry in entries if entry.get(SPACE) == HBM]
+    return float(sum(accessed)) if entries else None
 
 
 def _events(plane: Any) -> dict[str, Stats]:
@@ -86,24 +86,24 @@ def _events(plane: Any) -> dict[str, Stats]:
         for entry in parts[STAT_METADATA]
         if VALUE in entry
     }
-    found: dict[str, Stats] = {}
+    events: dict[str, Stats] = {}
     for entry in parts[EVENT_METADATA]:
         if VALUE in entry:
             stats = [value for key, value in _fields(entry[VALUE]) if key == STATS]
             if stats:
-                found.setdefault(_text(entry[VALUE], NAME), _stats(stats, names))
-    return found
+                events.setdefault(_text(entry[VALUE], NAME), _stats(stats, names))
+    return events
 
 
 def _stats(messages: list[Any], names: Mapping[int, str]) -> Stats:
-    found: dict[str, Any] = {}
+    stats: dict[str, Any] = {}
     for message in messages:
         fields = dict(_fields(message))
         name = names.get(fields.pop(STAT, 0))
         for number, value in fields.items():
             if name is not None:
-                found[name] = _value(number, value, names)
-    return found
+                stats[name] = _value(number, value, names)
+    return stats
 
 
 def _value(number: int, value: Any, names: Mapping[int, str]) -> Any:
@@ -119,8 +119,8 @@ def _value(number: int, value: Any, names: Mapping[int, str]) -> Any:
 
 
 def _text(message: Any, number: int) -> str:
-    found = next((value for key, value in _fields(message) if key == number), b"")
-    return bytes(found).decode(errors="replace")
+    text = next((value for key, value in _fields(message) if key == number), b"")
+    return bytes(text).decode(errors="replace")
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:

@@ -59,9 +59,13 @@ def largest_of(
         if how.format.activations
     }
     reporter().stage(f"activations of {len(shapes)} matrices")
-    found = largest_inputs(model.setup.steps, model.weights, shapes, _batches(model, data))
-    if (path := next((p for p, one in found.items() if not np.isfinite(one).all()), None)) is None:
-        return found
+    magnitudes = largest_inputs(model.setup.steps, model.weights, shapes, _batches(model, data))
+    if (
+        path := next(
+            (p for p, largest in magnitudes.items() if not np.isfinite(largest).all()), None
+        )
+    ) is None:
+        return magnitudes
     raise DataError(
         f"inputs of {path} are not finite numbers on {data or 'the training data'}; check the data and the weights"
     )
@@ -179,16 +183,18 @@ def _files_at(job: Job, path: Path) -> Sequence[Path]:
     if isinstance(job.data, TextData | Recordings):
         other = replace(job, data=job.data.at(path.absolute()))
         return other.data.files(splits(other, None)[0])
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    return [one for one in files if not one.name.startswith(".")]
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [file for file in files if not file.name.startswith(".")]
 
 
 def digests_at(job: Job, path: Path | None) -> list[str]:
     """Fingerprint of data that calibrates, where there is any."""
     if path is None:
         return []
-    found = of_files(Path(path.absolute().anchor), [one.absolute() for one in _files_at(job, path)])
-    return [] if found is None else [found.digest]
+    contents = of_files(
+        Path(path.absolute().anchor), [file.absolute() for file in _files_at(job, path)]
+    )
+    return [] if contents is None else [contents.digest]
 
 
 def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
@@ -210,10 +216,12 @@ def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, A
     job = model.job_on(path)
     split = Split.train if path is None else splits(job, None)[0]
     with closing(evaluation(job, model.setup.steps, split)) as feed:
-        found = list(itertools.islice(feed, CALIBRATION_BATCHES))
+        batches = list(itertools.islice(feed, CALIBRATION_BATCHES))
     if isinstance(job.data, TextData):
-        _check_tokens(path, sum(int((np.asarray(one["segments"]) > 0).sum()) for one in found))
-    yield from found
+        _check_tokens(
+            path, sum(int((np.asarray(batch["segments"]) > 0).sum()) for batch in batches)
+        )
+    yield from batches
 
 
 def _of_lines(data: Sentences, path: Path) -> Iterator[Mapping[str, Any]]:
@@ -224,8 +232,8 @@ def _of_lines(data: Sentences, path: Path) -> Iterator[Mapping[str, Any]]:
     width = max(map(len, ids))
     for start in range(0, len(ids), TOGETHER):
         rows = np.zeros((3, TOGETHER, width), np.int32)
-        for row, one in enumerate(ids[start : start + TOGETHER]):
-            rows[0, row, : len(one)], rows[1, row, : len(one)] = one, 1
+        for row, tokens in enumerate(ids[start : start + TOGETHER]):
+            rows[0, row, : len(tokens)], rows[1, row, : len(tokens)] = tokens, 1
         rows[2] = np.arange(width)
         yield dict(zip(("tokens", "segments", "positions"), rows, strict=True))
 
@@ -237,11 +245,11 @@ def _of_files(model: TrainedModel, path: Path) -> Iterator[Mapping[str, Any]]:
         raise DataError(
             f"--calibrate is {path}, and {LEAST_PICTURES} files or more say what the model will see; give a folder of pictures"
         )
-    examples = [model.job.data.load(one) for one in _spaced(files)]
+    examples = [model.job.data.load(example) for example in _spaced(files)]
     for start in range(0, len(examples), TOGETHER):
         part = examples[start : start + TOGETHER]
         part += part[:1] * (TOGETHER - len(part))
-        yield {name: np.stack([one[name] for one in part]) for name in part[0]}
+        yield {name: np.stack([example[name] for example in part]) for name in part[0]}
 
 
 def _spaced(items: Sequence[Any]) -> list[Any]:

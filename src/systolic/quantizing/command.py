@@ -136,7 +136,7 @@ def _names(on: str | Slice | Sequence[str | Slice] | None) -> str | None:
     if on is None or isinstance(on, str):
         return on
     each = [on] if isinstance(on, Slice) else on
-    return ",".join(one.name if isinstance(one, Slice) else one for one in each)
+    return ",".join(place.name if isinstance(place, Slice) else place for place in each)
 
 
 def _format(to: MatrixFormat, group: int | None, *, activations: bool) -> MatrixFormat:

@@ -151,8 +151,8 @@ class QuantizedModel:
             "bundle": str(self.path),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "matrices": [asdict(one) for one in self.matrices],
-            "left": [asdict(one) for one in self.left],
+            "matrices": [asdict(matrix) for matrix in self.matrices],
+            "left": [asdict(matrix) for matrix in self.left],
             "before": None if self.before is None else asdict(self.before),
             "after": None if self.after is None else asdict(self.after),
             "answers_before": dict(self.answers_before),
@@ -211,7 +211,7 @@ def quantize(
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
-        check_room(out, sum(one.nbytes for one in planned_tensors(source, matrices, formats)))
+        check_room(out, sum(tensor.nbytes for tensor in planned_tensors(source, matrices, formats)))
         check_calibration(on.data, on.calibration, formats, is_run=run is not None)
         job = run or job_of(source, texts=on.data is not None or on.calibration is not None)
         _check_data(path, job, on, budget, measured=measured)
@@ -228,9 +228,9 @@ def quantize(
         before = _Figures.of(model, source, measure, on)
         del model, measure
         after = _write_bundle(source, out, (rounder, formats), (job, before, on))
-        made = _result((out, to), source, (rounder, formats), (before, after), choice)
+        quantized = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
-        return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
+        return replace(quantized, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
@@ -324,38 +324,38 @@ def _write_bundle(
 ) -> "_Figures":
     """Writes the Bundle and opens it as a user does, before it has its name; its figures."""
     job, before, on = known
-    with draft(out) as made:
-        about = _write(source, made, chosen)
+    with draft(out) as bundle:
+        about = _write(source, bundle, chosen)
         reporter().stage("quality after")
-        model = _opened(open_source(made.describe(**about).folder), job)
+        model = _opened(open_source(bundle.describe(**about).folder), job)
         measure = None if before.metrics is None else _measure(model, on)
         after = _Figures.of(model, source, measure, on)
         if measure is not None and before.metrics is not None:
             about["evaluations"] = [measure.record(before.metrics, _step(source))]
         if after.outputs is not None:
-            about["recorded"] = _recorded(source, made, about, (model, after.outputs))
-        made.finish(**about)
+            about["recorded"] = _recorded(source, bundle, about, (model, after.outputs))
+        bundle.finish(**about)
     return after
 
 
 def _step(source: Source) -> int:
     """Training step of a source's weights, where it has an evaluation of them on record; else 0."""
     known = source.bundle.record.evaluations if isinstance(source, BundleSource) else []
-    return max((one.step for one in known), default=0)
+    return max((evaluation.step for evaluation in known), default=0)
 
 
 def _recorded(
     source: Source,
-    made: BundleDraft,
+    bundle: BundleDraft,
     about: Mapping[str, Any],
     known: tuple[TrainedModel, Any],
 ) -> Recorded | None:
     """Records what the Bundle answers to the first inputs of its probe: outputs that are known, where they were made in float32."""
     model, outputs = known
     if model.setup.steps.target.dtype != "float32":
-        return record_answers(made, about, answers)
+        return record_answers(bundle, about, answers)
     inputs = few(probe_of(source).ours)
-    return record(made, inputs, few_outputs(outputs), model.setup.machine.platform)
+    return record(bundle, inputs, few_outputs(outputs), model.setup.machine.platform)
 
 
 def _result(
@@ -367,26 +367,29 @@ def _result(
 ) -> QuantizedModel:
     from systolic.formats.matrices import planned_tensors
 
-    (rounder, formats), (before, after), (out, asked) = chosen, figures, written
+    (rounder, formats), (before, after), (out, target) = chosen, figures, written
     matrices = rounder.matrices
     plain = planned_tensors(source, matrices, {})
-    left = sorted((one for one in plain if one.name not in matrices), key=lambda one: -one.nbytes)
+    left = sorted(
+        (tensor for tensor in plain if tensor.name not in matrices),
+        key=lambda tensor: -tensor.nbytes,
+    )
     after_bytes = sum(spec.nbytes for spec in planned_tensors(source, matrices, formats))
     return QuantizedModel(
         path=out,
-        asked=asked,
+        asked=target,
         bytes_before=sum(spec.nbytes for spec in plain),
         bytes_after=after_bytes,
         left=[
             QuantizedMatrix(
-                path=one.name,
-                format=one.dtype.name,
-                bytes_before=one.nbytes,
-                bytes_after=one.nbytes,
+                path=tensor.name,
+                format=tensor.dtype.name,
+                bytes_before=tensor.nbytes,
+                bytes_after=tensor.nbytes,
             )
-            for one in left
+            for tensor in left
         ],
-        matrices=[_described(one, formats.get(one.path)) for one in matrices.values()],
+        matrices=[_described(matrix, formats.get(matrix.path)) for matrix in matrices.values()],
         before=before.quality,
         after=after.quality,
         answers_before=before.answers,
@@ -477,7 +480,7 @@ def _opened(source: Source, job: Job) -> TrainedModel:
 
 def _write(
     source: Source,
-    made: BundleDraft,
+    bundle: BundleDraft,
     chosen: Chosen,
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
@@ -488,11 +491,11 @@ def _write(
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
     progress = weight_progress(size, reporter().stage)
-    records = write_quantized(source, made, rounder, formats, progress)
+    records = write_quantized(source, bundle, rounder, formats, progress)
     for name, file in source.files().items():
-        made.add(name, file.read_bytes())
+        bundle.add(name, file.read_bytes())
     if source.config:
-        made.add(ORIGIN, source.config_bytes())
+        bundle.add(ORIGIN, source.config_bytes())
     return {
         "systolic": __version__,
         "model": model_record(source.model),
@@ -515,10 +518,10 @@ def origin_of_bundle(source: Source) -> ImportedFrom:
     )
 
 
-def _described(one: "Matrix", how: MatrixFormat | None) -> QuantizedMatrix:
+def _described(matrix: "Matrix", how: MatrixFormat | None) -> QuantizedMatrix:
     return QuantizedMatrix(
-        path=one.path,
-        format=one.dtype.name if how is None else str(how),
-        bytes_before=one.bytes(None),
-        bytes_after=one.bytes(how),
+        path=matrix.path,
+        format=matrix.dtype.name if how is None else str(how),
+        bytes_before=matrix.bytes(None),
+        bytes_after=matrix.bytes(how),
     )

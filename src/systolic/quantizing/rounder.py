@@ -159,7 +159,7 @@ def _scales(groups: jax.Array, weights: jax.Array, grid: _CodeGrid) -> jax.Array
     outer = largest / jnp.max(jnp.abs(grid.values))
     tried = jnp.array([sign * factor for factor in FACTORS for sign in (1, -1)], jnp.float32)
 
-    def one(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple, None]:
+    def better_scales(best: tuple[jax.Array, jax.Array], factor: jax.Array) -> tuple[tuple, None]:
         scales = (outer * factor).astype(SCALES_DTYPE).astype(jnp.float32)
         restored = grid.values[grid.places(groups / _safe(scales))] * scales
         error = jnp.sum(weights * (restored - groups) ** 2, axis=1, keepdims=True)
@@ -167,7 +167,7 @@ def _scales(groups: jax.Array, weights: jax.Array, grid: _CodeGrid) -> jax.Array
         return (jnp.where(better, error, best[0]), jnp.where(better, scales, best[1])), None
 
     start = jnp.full_like(outer, jnp.inf), outer
-    return jax.lax.scan(one, start, tried)[0][1]
+    return jax.lax.scan(better_scales, start, tried)[0][1]
 
 
 def _safe(scales: jax.Array) -> jax.Array:
@@ -238,22 +238,22 @@ class Rounder:
         Raises:
             DataError: a weight is larger than scales can be.
         """
-        for made in self._made(path, how, map(jnp.asarray, pieces)):
-            if not np.isfinite(np.asarray(made.scales, np.float32)).all():
+        for codes in self._made(path, how, map(jnp.asarray, pieces)):
+            if not np.isfinite(np.asarray(codes.scales, np.float32)).all():
                 raise DataError(
                     f"weights of {path} are too large for scales in {SCALES_DTYPE}; leave the matrix as it is with --keep {path}"
                 )
-            yield made
+            yield codes
 
     def _made(
         self, path: str, how: MatrixFormat, pieces: Iterable[jax.Array]
     ) -> Iterator[Quantized]:
-        one, asked = self.matrices[path], (path, how)
-        inputs = tuple(dim - int(one.stacked) for dim in one.inputs)
+        matrix, key = self.matrices[path], (path, how)
+        inputs = tuple(dim - int(matrix.stacked) for dim in matrix.inputs)
         if how.format.activations:
-            factored = tuple(dim - int(one.stacked) for dim in one.factored)
+            factored = tuple(dim - int(matrix.stacked) for dim in matrix.factored)
             make = _balanced(inputs, factored, how)
-            largest = self.moments[path].reshape(-1, one.largest_shape[-1])
+            largest = self.moments[path].reshape(-1, matrix.largest_shape[-1])
             for piece, own in zip(pieces, largest, strict=True):
                 yield make(piece, jnp.asarray(own))
             return
@@ -261,13 +261,13 @@ class Rounder:
             program = _program(inputs, how, self.trained(path, how))
             yield from map(program, pieces)
             return
-        if asked not in self._kept:
-            moments = self.moments[path].reshape(-1, *one.moments_shape[-2:])
-            self._kept[asked] = [
+        if key not in self._kept:
+            moments = self.moments[path].reshape(-1, *matrix.moments_shape[-2:])
+            self._kept[key] = [
                 jax.device_get(compensated(piece, own, inputs, how))
                 for piece, own in zip(pieces, moments, strict=True)
             ]
-        yield from self._kept[asked]
+        yield from self._kept[key]
 
     def rounded(self, weights: Weights, formats: Mapping[str, MatrixFormat]) -> Weights:
         """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have; as codes where activations are rounded too."""
@@ -276,13 +276,13 @@ class Rounder:
             value, stacked = params[path], self.matrices[path].stacked
             codes = self.codes(path, how, value if stacked else [value])
             if how.format.activations:
-                made: list[Any] = list(codes)
+                stack: list[Any] = list(codes)
                 params[path] = (
-                    jax.tree.map(lambda *each: jnp.stack(each), *made) if stacked else made[0]
+                    jax.tree.map(lambda *each: jnp.stack(each), *stack) if stacked else stack[0]
                 )
                 continue
-            made = [code.restored(value.dtype) for code in codes]
-            params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
+            stack = [code.restored(value.dtype) for code in codes]
+            params[path] = jax.device_put(jnp.stack(stack) if stacked else stack[0], value.sharding)
         return replace(weights, params=params)
 
 
@@ -335,9 +335,9 @@ def write_quantized(
         if last in (SCALES, INPUTS):
             yield from held.pop(name)
             return
-        one = matrices[path]
-        given = matrices_of(source, path, one.shape, int(one.stacked))
-        for draft in rounder.codes(path, formats[path], given):
+        matrix = matrices[path]
+        matrix_pieces = matrices_of(source, path, matrix.shape, int(matrix.stacked))
+        for draft in rounder.codes(path, formats[path], matrix_pieces):
             for part, array in ((SCALES, draft.scales), (INPUTS, draft.inputs)):
                 if array is not None:
                     held.setdefault(f"{path}/{part}", []).append(np.asarray(array))

@@ -94,8 +94,13 @@ class Choice:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         rows = [
-            {"path": one.path, "asked": one.asked, "lost": one.lost, "chosen": one.chosen}
-            for one in self.sensitivities
+            {
+                "path": sensitivity.path,
+                "asked": sensitivity.asked,
+                "lost": sensitivity.lost,
+                "chosen": sensitivity.chosen,
+            }
+            for sensitivity in self.sensitivities
         ]
         return {"budget": self.budget, "lost": self.lost, "sensitivities": rows}
 
@@ -172,11 +177,11 @@ class Measure:
         rounds = self.own is not self.program
         if 0 < self.batches <= batches and not rounds:
             return self
-        made = copy(self)
-        made.batches = min(batches, self.batches or batches)
-        made.own, made.beside = self.program, "beside unrounded, " if rounds else ""
-        made.metrics = made.of(self.model.weights)
-        return made
+        measure = copy(self)
+        measure.batches = min(batches, self.batches or batches)
+        measure.own, measure.beside = self.program, "beside unrounded, " if rounds else ""
+        measure.metrics = measure.of(self.model.weights)
+        return measure
 
     def lost(self, rounder: "Rounder", formats: Mapping[str, MatrixFormat]) -> float:
         """Share of the quality that these formats cost; one that an earlier search measured is not measured again."""
@@ -231,7 +236,12 @@ def choose(
     while not lost <= budget:  # a loss that is no number keeps no budget
         expected, known = lost, sum(cost[path] for path in current)
         while current and not expected <= budget:
-            path = max(current, key=lambda one: cost[one] / _more_bytes(rounder, one, current[one]))
+            path = max(
+                current,
+                key=lambda candidate: (
+                    cost[candidate] / _more_bytes(rounder, candidate, current[candidate])
+                ),
+            )
             own = lost * cost[path] / known if known else lost
             if (kind := current[path].format).bits == 4 or kind.activations:
                 current[path], cost[path] = INT8, LEFT * cost[path]
@@ -254,7 +264,7 @@ def choose(
             lost=alone[path],
             chosen=str(current.get(path, rounder.matrices[path].dtype.name)),
         )
-        for path in sorted(formats, key=lambda one: -_cost(alone[one]))
+        for path in sorted(formats, key=lambda candidate: -_cost(alone[candidate]))
     ]
     return Choice(formats=current, sensitivities=rows, lost=lost, budget=budget)
 

@@ -25,7 +25,8 @@ from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
 from systolic.models.published import near_published
-from systolic.recipes.folder import OpenedFiles, Unwritten, is_beside, modules, write_none
+from systolic.recipes.jobs import folder as recipe_folder
+from systolic.recipes.jobs.folder import OpenedFiles, Unwritten, is_beside, modules
 
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
@@ -121,12 +122,12 @@ def notes(target: str, *, trains: bool) -> list[str]:
     """
     if target in shipped() or split(target)[0].endswith(".py"):
         return []
-    found = import_module(f"{__name__}.models.named").notes(target)
+    lines = import_module(f"{__name__}.models.named").notes(target)
     if trains:
-        found.append(
+        lines.append(
             f"{target} is trained from random weights, and none of its files are read; fine-tune a model with systolic train sft --from DIR"
         )
-    return found
+    return lines
 
 
 def split(target: str) -> tuple[str, str]:
@@ -193,7 +194,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
     sys.path.insert(0, str(folder))
-    write_none(folder)
+    recipe_folder.write_none(folder)
     try:
         loader.exec_module(module)
     except Exception as error:
@@ -262,37 +263,40 @@ def expanded(
         OptionError: the recipe has no such option.
     """
     parameters = inspect.signature(recipe.function).parameters
-    started = {**{name: one.default for name, one in parameters.items()}, **(base or {})}
+    started = {
+        **{name: parameter.default for name, parameter in parameters.items()},
+        **(base or {}),
+    }
     options = _flat(options, started)
-    found = {name: value for name, value in options.items() if name in parameters}
+    by_parameter = {name: value for name, value in options.items() if name in parameters}
     changes: dict[str, Any] = {}
     for name, value in options.items():
         if name in parameters:
             continue
         first, *inner = option_parts(recipe, name)
         if not inner:
-            found[first] = value
+            by_parameter[first] = value
             continue
         place = changes.setdefault(first, _NewFields())
         for part in inner[:-1]:
             place = place.setdefault(part, _NewFields())
         place[inner[-1]] = value
-    before = {**started, **found}
-    return found | {
+    before = {**started, **by_parameter}
+    return by_parameter | {
         name: _changed(before[name], fields, dashed(name)) for name, fields in changes.items()
     }
 
 
 def _flat(options: Mapping[str, Any], started: Mapping[str, Any]) -> dict[str, Any]:
     """Options with the entries of a dict for a record as fields of it."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in options.items():
         record = started.get(name)
         if isinstance(value, Mapping) and is_dataclass(record):
-            found |= {f"{name}.{key}": one for key, one in value.items()}
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def option_parts(recipe: Recipe, name: str) -> list[str]:
@@ -323,26 +327,26 @@ def _changed(record: Any, changes: Mapping[str, Any], option: str) -> Any:
             f"{option}.{next(iter(changes))} is a field of {record!r}; give all of {option}, or leave the field out"
         )
     hints = typing.get_type_hints(type(record), include_extras=True)
-    made = {
+    values = {
         name: _changed(getattr(record, name), value, f"{option}.{dashed(name)}")
         if isinstance(value, _NewFields)
         else argument(f"{option}.{dashed(name)}", value, hints[name], getattr(record, name))
         for name, value in changes.items()
     }
-    return replace(record, **made)
+    return replace(record, **values)
 
 
 def _option_names(function: Callable[..., Any], prefix: str = "") -> list[str]:
     """Options of a function and of the records that it takes, as they are typed, without the dashes before them."""
-    found = []
+    options = []
     hints = typing.get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints.get(name, parameter.annotation)
         typed = f"{prefix}{dashed(name)}"
-        found.append(typed)
+        options.append(typed)
         if isinstance(hint, type) and is_dataclass(hint):
-            found += _option_names(hint, f"{typed}.")
-    return found
+            options += _option_names(hint, f"{typed}.")
+    return options
 
 
 def converted(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:

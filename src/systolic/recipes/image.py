@@ -8,8 +8,8 @@ from typing import Annotated
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
-from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.images import Images
+from systolic.data.image.pictures import Augmentation
 from systolic.job import (
     Batch,
     ChangedOptimizer,

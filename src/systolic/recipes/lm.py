@@ -140,17 +140,17 @@ def rows_of(
     return StandardLibrary(sequence=sequence)
 
 
-def wide_enough(given: int, ids: int) -> int:
+def wide_enough(vocab: int, ids: int) -> int:
     """Vocabulary of a model: the given one, or ``ids`` token ids, rounded up.
 
     Raises:
         OptionError: the given vocabulary is smaller than ``ids``.
     """
-    if given and given < ids:
+    if vocab and vocab < ids:
         raise OptionError(
-            f"model.vocab is {given} but the tokenizer has {ids} tokens; leave model.vocab out, or raise it to {_round_up(ids)}"
+            f"model.vocab is {vocab} but the tokenizer has {ids} tokens; leave model.vocab out, or raise it to {_round_up(ids)}"
         )
-    return given or _round_up(ids)
+    return vocab or _round_up(ids)
 
 
 def _round_up(vocab: int) -> int:

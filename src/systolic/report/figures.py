@@ -96,10 +96,10 @@ def throughput(record: Mapping[str, Any]) -> tuple[float, str] | None:
 
 def throughput_text(record: Mapping[str, Any]) -> str:
     """:func:`throughput` as ``123 k tokens/s``."""
-    found = throughput(record)
-    if found is None or not math.isfinite(found[0]):
+    value_and_unit = throughput(record)
+    if value_and_unit is None or not math.isfinite(value_and_unit[0]):
         return MISSING
-    return f"{si(found[0])} {found[1]}"
+    return f"{si(value_and_unit[0])} {value_and_unit[1]}"
 
 
 def forecast_text(record: Mapping[str, Any]) -> str:
@@ -132,8 +132,8 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
 
 def terms(record: Mapping[str, Any]) -> dict[str, float]:
     """Values that the task adds to a train record."""
-    found = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
-    return {name: value for name, value in found.items() if value is not None}
+    numbers = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def count(value: Any) -> str:

@@ -54,9 +54,9 @@ def html(value: object) -> str:
     return screen(lines(import_module(module), value))
 
 
-def screen(lines: Sequence[Text], told: Sequence[str] = ()) -> str:
+def screen(lines: Sequence[Text], paragraphs: Sequence[str] = ()) -> str:
     """Lines as preformatted HTML with inline colours, then paragraphs of text; plain text takes the notebook's own colour."""
-    wrapped = [part for text in told for part in ("", *textwrap.wrap(text, WIDTH))]
+    wrapped = [part for text in paragraphs for part in ("", *textwrap.wrap(text, WIDTH))]
     lines = [*lines, *(Text(part) for part in wrapped)]
     console = Console(record=True, file=io.StringIO(), width=10_000, force_jupyter=False)
     console.print(Text("\n").join(lines), soft_wrap=True)

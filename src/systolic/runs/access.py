@@ -68,15 +68,15 @@ def is_held(folder: Path) -> bool:
         return False
     # struct flock: type, whence, start, length, pid; on other systems than Linux the type is fourth.
     fields, place = ("hhqqi", 0) if sys.platform == "linux" else ("qqihh", 3)
-    asked = [0] * 5
-    asked[place] = fcntl.F_WRLCK
+    lock = [0] * 5
+    lock[place] = fcntl.F_WRLCK
     try:
-        found = fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(fields, *asked))
+        holder = fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(fields, *lock))
     except OSError:
         return False
     finally:
         os.close(handle)
-    return struct.unpack(fields, found)[place] != fcntl.F_UNLCK
+    return struct.unpack(fields, holder)[place] != fcntl.F_UNLCK
 
 
 def _acquire(path: Path, folder: Path) -> int | None:

@@ -290,7 +290,7 @@ def load(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str,
     Raises:
         DamagedError: a file disappeared while reading.
     """
-    found = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
+    arrays = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
     for name, leaves in _by_item(wanted).items():
         abstract = tree.nest(leaves, tree.abstract_data)
         arguments = jax.tree.map(
@@ -311,8 +311,8 @@ def load(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str,
         except FileNotFoundError as error:
             raise DamagedError(f"{name} is missing") from error
         for path, leaf in leaves.items():
-            found[path] = tree.from_data(tree.pick(data, path), leaf)
-    return found
+            arrays[path] = tree.from_data(tree.pick(data, path), leaf)
+    return arrays
 
 
 def _by_item(table: Mapping[tuple[str, ...], Any]) -> dict[str, dict[tuple[str, ...], Any]]:

@@ -263,8 +263,8 @@ class CheckpointStore:
         self._close_saver()  # It keeps a list of its own of what is there.
         if self._first():
             kept = {*self.steps()[-self.keep_last :], *self._ranked()[: self.keep_best]}
-            for found in {*self.steps()} - kept:
-                shutil.rmtree(self.path(found))
+            for surplus in {*self.steps()} - kept:
+                shutil.rmtree(self.path(surplus))
 
     def poll(self) -> SavedCheckpoint | None:
         """Returns the oldest committed checkpoint not yet returned, without waiting.
@@ -355,16 +355,16 @@ class CheckpointStore:
         """
         self._require_write()
         self._settle()
-        later = [found for found in self._folders() if found > step]
-        for found in later:
+        later = [newer for newer in self._folders() if newer > step]
+        for newer in later:
             try:
-                manifest = self._manifest(found)
-                manifests.verify(self.path(found), manifest, _top(manifest))
-                shutil.rmtree(self.path(found))
+                manifest = self._manifest(newer)
+                manifests.verify(self.path(newer), manifest, _top(manifest))
+                shutil.rmtree(self.path(newer))
             except DamagedError:
-                replace.set_aside(self.folder, found)
-            self._read.pop(found, None)
-            self._written.discard(found)
+                replace.set_aside(self.folder, newer)
+            self._read.pop(newer, None)
+            self._written.discard(newer)
         self._close_saver()
         return later
 
@@ -440,11 +440,11 @@ class CheckpointStore:
         return [-negative for _, negative in sorted(known)]
 
     def _candidates(self, step: int | str | None) -> list[int]:
-        found = self._folders()
-        if not found:
+        saved = self._folders()
+        if not saved:
             raise NotFoundError(f"{self.folder} holds no checkpoint; train a few steps first")
         if step is None:
-            return found[::-1]
+            return saved[::-1]
         if step == "best":
             ranked = self._ranked()
             if not ranked:
@@ -453,21 +453,23 @@ class CheckpointStore:
                 )
             # Another intact checkpoint is worth more than none. A manifest that can't be read ranks
             # nothing, so it comes first and is named among the damaged ones.
-            others = [other for other in found[::-1] if other not in ranked]
+            others = [other for other in saved[::-1] if other not in ranked]
             unread = [other for other in others if not self._reads(other)]
             return [*unread, *ranked, *(other for other in others if other not in unread)]
-        if step not in found:
+        if step not in saved:
             raise NotFoundError(
                 f"there is no checkpoint of step {step} in {self.folder}; there are {_list(self.steps())}"
             )
         return [int(step)]
 
     def _nothing_intact(self, step: int | str | None, skipped: list[tuple[int, str]]) -> str:
-        told = "; ".join(f"step {found}: {reason}" for found, reason in skipped)
+        reasons = "; ".join(f"step {damaged}: {reason}" for damaged, reason in skipped)
         if isinstance(step, int):
-            others = [found for found in self.steps() if found != step]
-            return f"checkpoint of step {step} is damaged ({told.split(': ', 1)[1]}); choose another of {_list(others)}"
-        return f"no checkpoint in {self.folder} is intact ({told}); start again in another folder"
+            others = [other for other in self.steps() if other != step]
+            return f"checkpoint of step {step} is damaged ({reasons.split(': ', 1)[1]}); choose another of {_list(others)}"
+        return (
+            f"no checkpoint in {self.folder} is intact ({reasons}); start again in another folder"
+        )
 
     def _require_write(self) -> None:
         if self.access is not Access.write:

@@ -48,8 +48,10 @@ def packages() -> dict[str, str]:
 
     # Each access to an attribute parses the package's whole description again.
     known = [package.metadata for package in importlib.metadata.distributions()]
-    found = {str(one["Name"]): str(one["Version"]) for one in known if one["Name"]}
-    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+    versions = {
+        str(metadata["Name"]): str(metadata["Version"]) for metadata in known if metadata["Name"]
+    }
+    return dict(sorted(versions.items(), key=lambda pair: pair[0].lower()))
 
 
 def git() -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from systolic.job import Job
 from systolic.job.data import Contents
 from systolic.runs.paths import DIRECTORY
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.revision import REVISION
+from systolic.runs.trust import REVISION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,11 +215,11 @@ def _class(part: str, name: str, run: Path) -> type:
     module, _, kind = _moved(name).rpartition(".")
     if module.startswith(_PACKAGE):
         try:
-            found = vars(import_module(module)).get(kind)
+            part_class = vars(import_module(module)).get(kind)
         except ImportError:
-            found = None
-        if isinstance(found, type) and is_dataclass(found):
-            return found
+            part_class = None
+        if isinstance(part_class, type) and is_dataclass(part_class):
+            return part_class
     raise RunError(f"the {part} of {run} is {name}, a type that Systolic has not; {_again(run)}")
 
 

@@ -191,11 +191,11 @@ def verify(
     files = {name: file for name, file in manifest.files.items() if name.split("/")[0] in wanted}
     for name, (size, _) in files.items():
         try:
-            found = (folder / name).stat().st_size
+            stored = (folder / name).stat().st_size
         except OSError as error:
             raise DamagedError(f"{name} is missing") from error
-        if found != size:
-            raise DamagedError(f"{name} has {found} bytes, {size} were written")
+        if stored != size:
+            raise DamagedError(f"{name} has {stored} bytes, {size} were written")
 
     def check(name: str) -> str | None:
         try:

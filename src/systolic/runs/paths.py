@@ -17,29 +17,29 @@ def mapped(value: Any, change: Callable[[Path], Path]) -> Any:
     if isinstance(value, Path):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: mapped(one, change) for name, one in value.items()}
+        return {name: mapped(part, change) for name, part in value.items()}
     if isinstance(value, list):
-        return [mapped(one, change) for one in value]
+        return [mapped(part, change) for part in value]
     if type(value) is tuple:
-        return tuple(mapped(one, change) for one in value)
+        return tuple(mapped(part, change) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         before = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        after = {name: mapped(one, change) for name, one in before.items()}
-        changed = {name: one for name, one in after.items() if one != before[name]}
+        after = {name: mapped(part, change) for name, part in before.items()}
+        changed = {name: part for name, part in after.items() if part != before[name]}
         return replace(value, **changed) if changed else value
     return value
 
 
 def named(value: Any) -> list[Path]:
     """All paths in options."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def keep(path: Path) -> Path:
-        found.append(path.resolve())
+        paths.append(path.resolve())
         return path
 
     mapped(value, keep)
-    return found
+    return paths
 
 
 def absolute(value: Any) -> Any:

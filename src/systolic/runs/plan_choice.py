@@ -125,8 +125,8 @@ def load(path: Path, *, of_job: bool = False) -> SavedPlan:
         raise OptionError(
             f"{path} is a plan of the Job {saved.job}, made in Python, and a file cannot hold the Job; give both in Python: systolic.train(job, plan=plan), or plan a recipe: systolic plan RECIPE --on {_slices(saved)}"
         )
-    for number, one in enumerate(saved.candidates):
-        figures = (one.step_seconds, one.total.steps)
+    for number, choice in enumerate(saved.candidates):
+        figures = (choice.step_seconds, choice.total.steps)
         if not all(0 < figure < math.inf for figure in figures):
             raise DataError(
                 f"{path} is a damaged plan (candidate {number + 1} has {figures[1]} steps of {figures[0]} s); plan again"
@@ -137,7 +137,7 @@ def load(path: Path, *, of_job: bool = False) -> SavedPlan:
 
 
 def _slices(saved: SavedPlan) -> str:
-    return ",".join(dict.fromkeys(one.slice for one in saved.candidates)) or "SLICES"
+    return ",".join(dict.fromkeys(choice.slice for choice in saved.candidates)) or "SLICES"
 
 
 def read(path: Path, number: int = 1, *, of_job: bool = False) -> Chosen:
@@ -157,25 +157,25 @@ def candidate(saved: SavedPlan, path: str, number: int) -> Chosen:
     Raises:
         OptionError: the plan has fewer candidates.
     """
-    found = saved.candidates
-    if not 1 <= number <= len(found):
+    candidates = saved.candidates
+    if not 1 <= number <= len(candidates):
         raise OptionError(
-            f"candidate is {number} and {path} has {len(found)}; give 1 to {len(found)}"
+            f"candidate is {number} and {path} has {len(candidates)}; give 1 to {len(candidates)}"
         )
-    one = found[number - 1]
+    chosen = candidates[number - 1]
     return Chosen(
         path=path,
         recipe=saved.recipe or saved.job or "",
         options=saved.options,
-        slice=one.slice,
-        settings=one.settings,
-        steps=max(1, math.ceil(one.total.steps - 1e-6)),
-        flags=tuple(one.flags),
+        slice=chosen.slice,
+        settings=chosen.settings,
+        steps=max(1, math.ceil(chosen.total.steps - 1e-6)),
+        flags=tuple(chosen.flags),
         forecast={
-            "step_seconds": one.step_seconds,
-            "step_seconds_low": one.step_seconds_low,
-            "step_seconds_high": one.step_seconds_high,
-            "mfu": one.mfu,
+            "step_seconds": chosen.step_seconds,
+            "step_seconds_low": chosen.step_seconds_low,
+            "step_seconds_high": chosen.step_seconds_high,
+            "mfu": chosen.mfu,
         },
     )
 

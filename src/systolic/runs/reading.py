@@ -77,17 +77,17 @@ class Restore:
             steps = candidates()
         except NotFoundError as error:
             missing = str(error)
-        told = self.peers.tell(steps=steps, missing=missing)
-        for index, each in enumerate(told):
+        answers = self.peers.tell(steps=steps, missing=missing)
+        for index, each in enumerate(answers):
             if each["missing"]:
                 raise NotFoundError(self.peers.named(index, each["missing"]))
         unseen = {
             step: self.peers.named(index, "not there")
-            for step in {step for each in told for step in each["steps"]}
-            for index, each in enumerate(told)
+            for step in {step for each in answers for step in each["steps"]}
+            for index, each in enumerate(answers)
             if step not in each["steps"]
         }
-        common = [step for step in told[0]["steps"] if step not in unseen]
+        common = [step for step in answers[0]["steps"] if step not in unseen]
         return common, sorted(unseen.items(), reverse=True)
 
     def verified(self, step: int, wanted: Wanted, only: Sequence[str] | None) -> Manifest:
@@ -118,13 +118,13 @@ class Restore:
         except RunError as error:
             other = str(error)
         digest = "" if manifest is None else manifest.digest
-        told = self.peers.tell(damaged=damaged, other=other, digest=digest)
-        for index, each in enumerate(told):
+        answers = self.peers.tell(damaged=damaged, other=other, digest=digest)
+        for index, each in enumerate(answers):
             if each["other"]:
                 raise RunError(each["other"])
             if each["damaged"]:
                 raise DamagedError(self.peers.named(index, each["damaged"]))
-            if each["digest"] != told[0]["digest"]:
+            if each["digest"] != answers[0]["digest"]:
                 raise DamagedError(self.peers.named(index, f"another {manifests.NAME}"))
         assert manifest is not None
         return manifest

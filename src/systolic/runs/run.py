@@ -412,10 +412,10 @@ def job_fields(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it describes no job.
     """
-    found = json.loads(content)
-    if not isinstance(found, dict) or not isinstance(found.get("job", {}), dict):
+    fields = json.loads(content)
+    if not isinstance(fields, dict) or not isinstance(fields.get("job", {}), dict):
         raise ValueError("it describes no job")
-    return found
+    return fields
 
 
 def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Path:
@@ -436,9 +436,9 @@ _KEPT = frozenset((RECIPE, MODULES, TOKENIZER))
 
 def _content(folder: Path) -> list[Path]:
     """Content of a folder, without the leftovers of a start that was killed before it wrote job.json."""
-    found = [path for path in folder.iterdir() if path.name != LOCK]
+    paths = [path for path in folder.iterdir() if path.name != LOCK]
     began = (folder / LOCK).exists() and not (folder / JOB).exists()
-    return [path for path in found if not (began and _is_kept(path.name))]
+    return [path for path in paths if not (began and _is_kept(path.name))]
 
 
 def _is_kept(name: str) -> bool:
@@ -455,15 +455,15 @@ def _remove(folder: Path) -> None:
 def renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     """Summary whose commands and paths name the run's present place."""
     before, now = summary.get("run"), str(path)
-    found = dict(summary)
+    moved = dict(summary)
     if before is not None and before != now:
-        found["run"] = now
+        moved["run"] = now
         if isinstance(command := summary.get("next"), str):
-            found["next"] = command.replace(shlex.quote(before), shlex.quote(now), 1)
+            moved["next"] = command.replace(shlex.quote(before), shlex.quote(now), 1)
     kept = summary.get("checkpoint")
     if isinstance(kept, str) and not Path(kept).is_relative_to(path.resolve()):
-        found["checkpoint"] = str(path.absolute() / Path(kept).parent.name / Path(kept).name)
-    return found
+        moved["checkpoint"] = str(path.absolute() / Path(kept).parent.name / Path(kept).name)
+    return moved
 
 
 def _occupied(folder: Path) -> str:
@@ -496,7 +496,7 @@ def _not_a_run(folder: Path) -> str:
     close = nearest(str(folder), siblings)
     why = "has no job.json" if folder.exists() else "does not exist"
     if folder.is_dir() and (
-        parts := sorted(one.name for one in folder.iterdir() if _is_of_model(one))
+        parts := sorted(file.name for file in folder.iterdir() if _is_of_model(file))
     ):
         return f"{folder} is neither a run (no job.json) nor a Hugging Face folder: it has {parts[0]} and no config.json; copy that file of the model, too"
     if folder.exists() and not siblings:

@@ -28,14 +28,14 @@ def spent(
     resumed_from: int = 0,
 ) -> dict[str, float]:
     """Seconds by :data:`KINDS`; the start of the run is in none of them."""
-    found = dict.fromkeys(KINDS, 0.0)
+    by_kind = dict.fromkeys(KINDS, 0.0)
     for event in events:
         kind = "compile" if event["name"] == "recompile" else event["name"]
         if kind in ("compile", "checkpoint"):
-            found[kind] += event["seconds"]
-    found["eval"] = sum(record["seconds"] for record in evals)
+            by_kind[kind] += event["seconds"]
+    by_kind["eval"] = sum(record["seconds"] for record in evals)
     for record, steps in steps_of(train, resumed_from):
         seconds = record["step_seconds"] * steps
-        found["data_wait"] += seconds * record["data_wait"]
-        found["step"] += seconds * (1 - record["data_wait"])
-    return found
+        by_kind["data_wait"] += seconds * record["data_wait"]
+        by_kind["step"] += seconds * (1 - record["data_wait"])
+    return by_kind

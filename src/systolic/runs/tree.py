@@ -132,14 +132,14 @@ def _key_impl(leaf: Any) -> str | None:
 
     if not _is_key(leaf):
         return None
-    found: list[str] = []
+    impls: list[str] = []
 
     def look(key: Any) -> Any:
-        found.append(str(jax.random.key_impl(key)))
+        impls.append(str(jax.random.key_impl(key)))
         return jax.random.key_data(key)
 
     jax.eval_shape(look, _plain(leaf))
-    return found[0]
+    return impls[0]
 
 
 def require_same(step: int, held: Mapping[Path, Leaf], wanted: Mapping[Path, Any]) -> None:

@@ -15,8 +15,8 @@ from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
 from systolic.runs.checkpoint import CheckpointStore
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
-from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, Run
+from systolic.runs.trust import check_revision
 from systolic.steps.steps import StepFunctions
 
 
@@ -50,13 +50,13 @@ class WeightSizes:
 
 def sizes_of(variables: Mapping[str, Any]) -> WeightSizes:
     """Sizes of arrays by path."""
-    elements, found = 0, dict[str, int]()
+    elements, sizes = 0, dict[str, int]()
     for path, array in variables.items():
         elements += 0 if path.endswith(BESIDE) else array.size
         name = array.dtype.name
         bits = BITS.get(name, 8 * array.dtype.itemsize)
-        found[name] = found.get(name, 0) + -(-array.size * bits // 8)
-    return WeightSizes(elements=elements, bytes_by_dtype=found)
+        sizes[name] = sizes.get(name, 0) + -(-array.size * bits // 8)
+    return WeightSizes(elements=elements, bytes_by_dtype=sizes)
 
 
 def plain_parameters(steps: StepFunctions) -> int:
@@ -238,11 +238,11 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
             with Run.open(path.parents[1]) as run:
                 _check(path, run.read_job(), job)
         return path.parent, int(path.name), None, Mode.min
-    found = "no file or folder"
+    what = "no file or folder"
     if path.exists():
-        found = "a file" if path.is_file() else "a folder of another kind"
+        what = "a file" if path.is_file() else "a folder of another kind"
     raise NotFoundError(
-        f"init-from {path} is {found}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
+        f"init-from {path} is {what}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
     )
 
 

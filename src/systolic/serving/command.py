@@ -150,7 +150,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         OptionError: options that contradict each other, a name is given twice or has signs that a path of the server can't have, or the host is no address of this machine.
         RunError: a model can't be opened, or the port can't be listened on.
     """
-    words = [str(one) for one in ([models] if isinstance(models, str | Path) else models)]
+    words = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
     try:
         from systolic.serving.http.process import Address
     except ImportError as error:

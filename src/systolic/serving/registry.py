@@ -262,7 +262,9 @@ class ModelRegistry:
     def everything(self) -> list[Served]:
         """All versions of all names."""
         with self._changed:
-            return [place.served for one in self._places.values() for place in one.values()]
+            return [
+                place.served for versions in self._places.values() for place in versions.values()
+            ]
 
     def _place(self, name: str, version: int | None) -> _ServedModel:
         versions = self._places.get(name)

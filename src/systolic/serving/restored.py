@@ -35,7 +35,7 @@ def restored_on_cpu(
 
     kept = {p: how for p, how in job.quantization.matrices if p not in slow}
     setup = again(replace(job, quantization=Quantization.of(kept)))
-    before, after = (_bytes(one) for one in (model.setup, setup))
+    before, after = (_bytes(prepared) for prepared in (model.setup, setup))
     formats = " and ".join(sorted({how.format.value for how in slow.values()}))
     room = capacity_bytes(machine.devices) * len(machine.devices)
     what = f"{len(slow)} matrices in {formats}, whose codes this CPU has no product for"

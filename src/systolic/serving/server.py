@@ -25,7 +25,7 @@ from systolic.inference.model import (
 )
 from systolic.job import Job, Precision
 from systolic.recipes.jobs.run import check_folder
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.buckets import BatchOptions
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.registry import ENDS
 from systolic.serving.restored import restored_on_cpu
@@ -69,15 +69,15 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
         NotFoundError: there is no such folder.
         OptionError: a name is given twice, or has signs that a path of the server can't have.
     """
-    found: list[ServeTarget] = []
+    models: list[ServeTarget] = []
     for word in words:
-        given, mark, rest = word.partition("=")
+        head, mark, rest = word.partition("=")
         path = Path(rest) if mark else Path(word)
         if not path.exists():
             raise NotFoundError(
                 f"{path} does not exist; give a run, a Bundle or a Hugging Face folder"
             )
-        name = given if mark else path.resolve().name
+        name = head if mark else path.resolve().name
         if _NAME.fullmatch(name) is None:
             raise OptionError(
                 f"{name!r} is no name for a model; write NAME={path} with letters, digits, '.', '_', '-', and '/' between them"
@@ -86,18 +86,20 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
             raise OptionError(
                 f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; write NAME={path} with another name"
             )
-        if any(one.name == name for one in found):
+        if any(target.name == name for target in models):
             raise OptionError(f"two models are called {name}; write NAME={path} with another name")
-        found += [ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)]
-    return found
+        models += [
+            ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)
+        ]
+    return models
 
 
 def checked_targets(words: Sequence[str]) -> list[ServeTarget]:
     """Models of a command line; errors as :func:`targets` and :func:`check_model`."""
-    found = targets(words)
-    for one in found:
-        check_model(one.path)
-    return found
+    models = targets(words)
+    for target in models:
+        check_model(target.path)
+    return models
 
 
 def check_model(path: Path) -> None:
@@ -110,7 +112,7 @@ def check_model(path: Path) -> None:
         return
     check_folder(path)
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    models = [str(one) for one in inside if one.is_dir() and is_model(one)]
+    models = [str(child) for child in inside if child.is_dir() and is_model(child)]
     more = f", ... ({len(models)} in all)" if len(models) > SHOWN else ""
     near = f"; it holds models, give {', '.join(models[:SHOWN])}{more}" if models else ""
     raise NotFoundError(
@@ -120,11 +122,15 @@ def check_model(path: Path) -> None:
 
 def _versions(path: Path) -> list[tuple[int, Path]]:
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    versions = [one for one in inside if one.name.isascii() and one.name.isdigit() and one.is_dir()]
+    versions = [
+        folder
+        for folder in inside
+        if folder.name.isascii() and folder.name.isdigit() and folder.is_dir()
+    ]
     # A version that is being copied, or a file of the system's, is no reason to see a model in the folder itself.
     if not versions or (len(versions) < len(inside) and is_model(path)):
         return [(1, path)]
-    return sorted((int(one.name), one) for one in versions)
+    return sorted((int(folder.name), folder) for folder in versions)
 
 
 def _address() -> "Address":
@@ -233,11 +239,13 @@ def _contents(settings: ServeSettings, target: ServeTarget) -> str:
     return contents_of(target.path, settings.checkpoint)
 
 
-def _smallest_first(found: Sequence[ServeTarget], settings: ServeSettings) -> Sequence[ServeTarget]:
+def _smallest_first(
+    models: Sequence[ServeTarget], settings: ServeSettings
+) -> Sequence[ServeTarget]:
     """By the size of their weights: small models answer while large ones are opened."""
     from systolic.formats.outline import weight_bytes
 
-    return sorted(found, key=lambda one: weight_bytes(one.path, settings.checkpoint))
+    return sorted(models, key=lambda target: weight_bytes(target.path, settings.checkpoint))
 
 
 def _changes(
@@ -252,18 +260,20 @@ def _changes(
     Raises: as :func:`targets`, and
         NotFoundError: no model has that name.
     """
-    given = targets(words)
-    wanted = [one for one in given if name in (None, one.name)]
+    all_targets = targets(words)
+    wanted = [target for target in all_targets if name in (None, target.name)]
     if not wanted:
-        known = ", ".join(dict.fromkeys(one.name for one in given))
+        known = ", ".join(dict.fromkeys(target.name for target in all_targets))
         raise NotFoundError(f"the server was not given a model {name}; it has {known}")
     from systolic.serving.registry import ReloadPlan
 
     # What a client took out stays out until one asks for it.
     out = state.unloaded if name is None else ()
-    now = {(one.name, one.version): one for one in wanted if one.name not in out}
+    now = {(target.name, target.version): target for target in wanted if target.name not in out}
     held = {
-        one.key: one.contents for one in state.registry.everything() if name in (None, one.name)
+        served.key: served.contents
+        for served in state.registry.everything()
+        if name in (None, served.name)
     }
 
     def same(key: "Key", target: ServeTarget) -> bool:
@@ -272,10 +282,10 @@ def _changes(
         except SystolicError:
             return False  # Opening it says what is wrong with it.
 
-    unchanged = [key for key, one in now.items() if key in held and same(key, one)]
+    unchanged = [key for key, target in now.items() if key in held and same(key, target)]
     failed = [key for key in state.failures if name in (None, key[0])]
     return ReloadPlan(
-        added=[pending(one) for key, one in now.items() if key not in unchanged],
+        added=[pending(target) for key, target in now.items() if key not in unchanged],
         gone=[key for key in dict.fromkeys([*held, *failed]) if key not in now],
         unchanged=unchanged,
     )
@@ -292,13 +302,13 @@ def open_served(
 
     Raises: as :func:`~systolic.inference.model.prepare_model`, and OptionError for one that can't be served.
     """
-    from systolic.serving.http.metrics import layout_told
+    from systolic.serving.http.metrics import layout_writer
     from systolic.serving.registry import ServedText
     from systolic.serving.text.replicas import ReplicaPlacement
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
-    told = layout_told(target.name, log)
-    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes, told=told)
+    write_layout = layout_writer(target.name, log)
+    placement = ReplicaPlacement(layout=settings.layout, sizes=settings.sizes, report=write_layout)
     model = opened(target, settings, placement, 0, log.warn)
     settings = expecting(settings, target.name, model.setup.job)
     if not writes(model.setup.job):
@@ -332,7 +342,7 @@ def opened(
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
         return placement.place(job, platform, devices, number)
 
-    made = prepare_model(
+    model = prepare_model(
         target.path,
         settings.checkpoint,
         precision=settings.precision,
@@ -340,7 +350,7 @@ def opened(
         warn=warn,
         place=place,
     )
-    return restored_on_cpu(made, lambda job: set_up_here(job, place=place), warn)
+    return restored_on_cpu(model, lambda job: set_up_here(job, place=place), warn)
 
 
 def _engine(
@@ -395,7 +405,7 @@ def _open_batch(
     meter: "BatchMeter",
     log: "EventLog",
 ) -> "Served":
-    from systolic.serving.batch.opening import batch_model
+    from systolic.serving.batch.model import batch_model
     from systolic.serving.http.metrics import BatchLoadMetrics
     from systolic.serving.registry import ServedBatch
 
@@ -403,7 +413,7 @@ def _open_batch(
     weights = model.read()
     meter.read(time.perf_counter() - begin)
     watcher, steps = BatchLoadMetrics(target.name, meter, log), model.setup.steps
-    made = batch_model(
+    batches = batch_model(
         target.name,
         steps,
         weights.params,
@@ -413,9 +423,9 @@ def _open_batch(
         store,
         None if settings.book is None else settings.book.batch(target.name),
     )
-    watcher.sized(made.buckets)
+    watcher.sized(batches.buckets)
     store.tidy()
-    return ServedBatch(name=target.name, version=target.version, model=made)
+    return ServedBatch(name=target.name, version=target.version, model=batches)
 
 
 def expecting(settings: ServeSettings, name: str, job: Job) -> ServeSettings:
@@ -455,12 +465,16 @@ class KeptPrograms:
     @property
     def hits(self) -> int:
         """Programs that are on the disk."""
-        return sum(one.hit for one in self.programs)
+        return sum(program.hit for program in self.programs)
 
     def lines(self) -> list[str]:
         """For a terminal."""
         count = f"{self.hits} of {len(self.programs)} programs are in {self.folder}"
-        return [f"{self.name}: {count}", *self.notes, *(f"  {one.line}" for one in self.programs)]
+        return [
+            f"{self.name}: {count}",
+            *self.notes,
+            *(f"  {program.line}" for program in self.programs),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -469,7 +483,7 @@ class KeptPrograms:
             "version": self.version,
             "folder": str(self.folder),
             "hits": self.hits,
-            "programs": [one.to_json() for one in self.programs],
+            "programs": [program.to_json() for program in self.programs],
             "notes": list(self.notes),
         }
 
@@ -479,7 +493,7 @@ def kept_programs(words: Sequence[str], settings: ServeSettings) -> list[KeptPro
 
     Raises: as :func:`systolic.serving.server.serve` for a model that can't be opened.
     """
-    return [_checked(one, settings) for one in targets(words)]
+    return [_checked(target, settings) for target in targets(words)]
 
 
 def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
@@ -491,14 +505,14 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
     if writes(steps.job):
         from systolic.serving.text.opening import plan_engine
 
-        found = plan_engine(steps, settings.sizes, store).kept()
+        programs = plan_engine(steps, settings.sizes, store).kept()
     else:
-        found = _of_batches(steps, settings.batch, store)
+        programs = _of_batches(steps, settings.batch, store)
     return KeptPrograms(
         name=target.name,
         version=target.version,
         folder=store.root,
-        programs=found,
+        programs=programs,
         notes=notes,
     )
 
@@ -507,7 +521,7 @@ def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
     """Programs of the first of a model's engines."""
     from systolic.serving.text.replicas import ReplicaPlacement
 
-    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes)
+    placement = ReplicaPlacement(layout=settings.layout, sizes=settings.sizes)
     return opened(target, settings, placement, 0, lambda _: None).setup.steps
 
 
@@ -515,8 +529,7 @@ def _of_batches(
     steps: "StepFunctions", options: BatchOptions, store: "ProgramStore"
 ) -> "list[EntryCheck]":
     from systolic.inference.predictor import Predictor
-    from systolic.serving.batch.model import buckets_of
-    from systolic.serving.batch.opening import intake_of
+    from systolic.serving.batch.model import buckets_of, intake_of
 
     state = steps.abstract_state
     params, rest = state.params, state.model_state

@@ -19,8 +19,8 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_json
 from systolic.serving.batch.buckets import Recorder, Traffic
 from systolic.serving.text.buckets import TextTraffic
-from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
 from systolic.serving.text.request import TextOutput
+from systolic.serving.text.sequence import EngineLoad, EngineWatcher, StepFacts
 
 TEXT = {
     "prompt_tokens": "prompts",
@@ -52,8 +52,8 @@ class ModelTraffic:
         Raises:
             OptionError: it has no prompts and answers.
         """
-        found = self._of(TEXT, ("prompt_tokens", "output_tokens"))
-        return TextTraffic(**{TEXT[name]: histogram for name, histogram in found.items()})
+        histograms = self._of(TEXT, ("prompt_tokens", "output_tokens"))
+        return TextTraffic(**{TEXT[name]: histogram for name, histogram in histograms.items()})
 
     @property
     def batch(self) -> Traffic:
@@ -87,48 +87,48 @@ def read_traffic(path: Path) -> dict[str, ModelTraffic]:
         )
     try:
         logged = _logged(path)
-        found = _sections(json.loads(path.read_bytes()), path) if logged is None else logged
+        sections = _sections(json.loads(path.read_bytes()), path) if logged is None else logged
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path} is neither traffic in JSON nor a log of systolic serve --log json ({error})"
         ) from error
     return {
         model: ModelTraffic(model=model, origin=path, histograms=histograms)
-        for model, histograms in found.items()
+        for model, histograms in sections.items()
     }
 
 
-def _sections(given: Any, path: Path) -> dict[str, Histograms]:
+def _sections(fields: Any, path: Path) -> dict[str, Histograms]:
     form = 'give {"MODEL": {"lengths": {"SIZE": HOW OFTEN}}}'
-    if not isinstance(given, dict) or not given:
+    if not isinstance(fields, dict) or not fields:
         raise DataError(f"{path} has no section of a model; {form}")
-    found: dict[str, Histograms] = {}
-    for model, section in given.items():
+    sections: dict[str, Histograms] = {}
+    for model, section in fields.items():
         if not isinstance(section, dict) or not section:
             raise DataError(f"{path} has no histograms of {model!r}; {form}")
         for name in section:
             if name not in TEXT and name not in BATCH:
                 known = ", ".join((*TEXT, *BATCH))
                 raise DataError(f"{path} has {name!r} of {model!r}; histograms are {known}")
-        found[model] = {
+        sections[model] = {
             name: _histogram(value, f"{path}: {name} of {model}") for name, value in section.items()
         }
-    return found
+    return sections
 
 
-def _histogram(given: Any, where: str) -> dict[int, float]:
-    if not isinstance(given, dict):
+def _histogram(counts: Any, where: str) -> dict[int, float]:
+    if not isinstance(counts, dict):
         raise DataError(f'{where} is no histogram; give {{"SIZE": HOW OFTEN}}')
-    found: dict[int, float] = {}
-    for size, often in given.items():
+    histogram: dict[int, float] = {}
+    for size, often in counts.items():
         if not size.isascii() or not size.isdigit() or not 1 <= int(size[:11]) <= LARGEST:
             raise DataError(f"{where} has the size {size[:40]!r}; sizes are 1 to {LARGEST}")
         if isinstance(often, bool) or not isinstance(often, int | float) or not 0 <= often < 1e15:
             raise DataError(f"{where} counts {size} {str(often)[:40]} times; counts are 0 to 1e15")
-        found[int(size)] = found.get(int(size), 0.0) + often
-    if not sum(found.values()):
+        histogram[int(size)] = histogram.get(int(size), 0.0) + often
+    if not sum(histogram.values()):
         raise DataError(f"{where} counts nothing; leave it out or give counts above 0")
-    return found
+    return histogram
 
 
 def _logged(path: Path) -> dict[str, Histograms] | None:
@@ -137,14 +137,14 @@ def _logged(path: Path) -> dict[str, Histograms] | None:
     Raises:
         DataError: it has no request with tokens.
     """
-    found: dict[str, dict[str, Counter[int]]] = {}
+    sections: dict[str, dict[str, Counter[int]]] = {}
     events = 0
     for event in _events(path):
         events += 1
         prompt = event.get("prompt_tokens")
         if event["event"] != "request" or not isinstance(prompt, int) or "model" not in event:
             continue
-        section = found.setdefault(event["model"], {})
+        section = sections.setdefault(event["model"], {})
         # Of a request with several texts only the sums are known: all of them are taken as alike.
         texts = max(int(event.get("examples", 1)), 1)
         each = max(round(prompt / texts), 1)
@@ -161,11 +161,11 @@ def _logged(path: Path) -> dict[str, Histograms] | None:
             )
     if not events:
         return None
-    if not found:
+    if not sections:
         raise DataError(f"{path} is a log without answered texts; give one with requests")
     return {
         model: {name: {size: float(n) for size, n in counts.items()} for name, counts in of.items()}
-        for model, of in found.items()
+        for model, of in sections.items()
         if "prompt_tokens" not in of or "output_tokens" in of
     }
 
@@ -216,7 +216,7 @@ class TextRecorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedEngine:
-    """An :class:`~systolic.serving.text.facts.EngineWatcher` that records beside another."""
+    """An :class:`~systolic.serving.text.sequence.EngineWatcher` that records beside another."""
 
     inner: EngineWatcher
     recorder: TextRecorder
@@ -274,10 +274,10 @@ class TrafficBook:
         for model, recorder in self._batches.items():
             histograms = recorder.traffic.to_json().items()
             sections[model] = {name: counts for name, counts in histograms if counts}
-        found = {model: section for model, section in sections.items() if section}
-        if found:
-            write_json(self.path, {**self._before, **found})
-        return list(found)
+        filled = {model: section for model, section in sections.items() if section}
+        if filled:
+            write_json(self.path, {**self._before, **filled})
+        return list(filled)
 
 
 def _written(counts: Mapping[int, int]) -> dict[str, int]:

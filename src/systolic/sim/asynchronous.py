@@ -36,7 +36,7 @@ def role_of(module: Module, fusion: Instruction) -> Role:
     # Compute beside a collective that is under way repeats the collective's op. It takes in and
     # hands on the semaphores that the start made and the done waits for, also where the start is
     # outside of the loop that this is in.
-    spaces = {shape.space for one in held.parameters for shape in one.shape.arrays()}
+    spaces = {shape.space for parameter in held.parameters for shape in parameter.shape.arrays()}
     return Role.none if SEMAPHORE in spaces else Role.whole
 
 
@@ -49,11 +49,11 @@ def kind_of(held: Computation, collective: Instruction) -> str:
     if kind != "all-reduce":
         return kind
     results = {collective.name}
-    for one in held:
-        if one.opcode in ("get-tuple-element", "bitcast") and one.operands[0] in results:
-            results.add(one.name)
-    users = [one for one in held if results & set(one.operands) and one.name not in results]
-    sliced = users and all(one.opcode == "dynamic-slice" for one in users)
+    for op in held:
+        if op.opcode in ("get-tuple-element", "bitcast") and op.operands[0] in results:
+            results.add(op.name)
+    users = [user for user in held if results & set(user.operands) and user.name not in results]
+    sliced = users and all(user.opcode == "dynamic-slice" for user in users)
     return "reduce-scatter" if sliced else kind
 
 
@@ -67,14 +67,14 @@ def asked_as_reduce_scatter(module: Module, held: Computation, collective: Instr
         return False
     results = {collective.name}
     users = []
-    for one in held:
-        if not results & set(one.operands):
+    for op in held:
+        if not results & set(op.operands):
             continue
-        if one.opcode in ("get-tuple-element", "bitcast", "copy") or one.opcode.endswith("-done"):
-            results.add(one.name)
+        if op.opcode in ("get-tuple-element", "bitcast", "copy") or op.opcode.endswith("-done"):
+            results.add(op.name)
         else:
-            users.append(one)
-    return bool(users) and all(_slices(module, one) for one in users)
+            users.append(op)
+    return bool(users) and all(_slices(module, user) for user in users)
 
 
 def _slices(module: Module, user: Instruction) -> bool:
@@ -85,13 +85,13 @@ def _slices(module: Module, user: Instruction) -> bool:
 
 def collective_in(module: Module, held: Computation) -> tuple[Instruction, Computation] | None:
     """The collective that an asynchronous computation runs, with where it is; SparseCores' lie in a call."""
-    for one in held:
-        if one.opcode.removesuffix("-start") in COLLECTIVES:
-            return one, held
-        if one.opcode == "call":
-            found = collective_in(module, module.callee(one, "to_apply"))
-            if found is not None:
-                return found
+    for instruction in held:
+        if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+            return instruction, held
+        if instruction.opcode == "call":
+            inner = collective_in(module, module.callee(instruction, "to_apply"))
+            if inner is not None:
+                return inner
     return None
 
 

@@ -69,14 +69,14 @@ def block_share(
         if grid.rows == grid.columns or _is_square(computation, call):
             return ComputedShare(value=_causal(grid), assumed="attention taken as causal")
         return ComputedShare(value=1.0, assumed="attention taken as full")
-    made = _constant(module, computation, kinds)
+    mask = _constant(module, computation, kinds)
     total = grid.rows * grid.columns
-    if made is not None:
-        values = [int(n) for n in _MASK_NUMBER.findall(made.operands[0])]
-        if not made.shape.dims and values:
+    if mask is not None:
+        values = [int(n) for n in _MASK_NUMBER.findall(mask.operands[0])]
+        if not mask.shape.dims and values:
             return ComputedShare(value=1.0 if values[0] else 0.0)
-        if len(values) == made.shape.elements:
-            heads = made.shape.elements / max(made.shape.dims[-1] * made.shape.dims[-2], 1)
+        if len(values) == mask.shape.elements:
+            heads = mask.shape.elements / max(mask.shape.dims[-1] * mask.shape.dims[-2], 1)
             return ComputedShare(value=min(sum(map(bool, values)) / heads / total, 1.0))
     across, along = kinds.shape.dims[-2:]
     lines, width = (along, across) if grid.transposed else (across, along)
@@ -131,14 +131,14 @@ def _integers(computation: Computation, call: Instruction) -> list[Shape]:
 
 def _kinds(computation: Computation, call: Instruction) -> Instruction | None:
     """The operand with the kinds of blocks: the second array of integers before the first of floats."""
-    found: list[Instruction] = []
+    arrays: list[Instruction] = []
     for name in call.operands:
         operand = computation.index.get(name)
         if operand is None or operand.shape.dtype not in _INTEGERS:
             break
         if len(operand.shape.dims) == 3:
-            found.append(operand)
-    return found[1] if len(found) > 1 else None
+            arrays.append(operand)
+    return arrays[1] if len(arrays) > 1 else None
 
 
 def _is_square(computation: Computation, call: Instruction) -> bool:
@@ -176,10 +176,10 @@ def _given(module: Module, body: Computation) -> tuple[Instruction | None, Compu
     for computation in module.computations.values():
         for loop in computation:
             if loop.opcode == "while" and loop.called("body") == body.name and loop.operands:
-                given = computation.index.get(loop.operands[0])
-                if given is not None and given.opcode == "parameter":
+                carried = computation.index.get(loop.operands[0])
+                if carried is not None and carried.opcode == "parameter":
                     return None, computation
-                return given, computation
+                return carried, computation
     return None, body
 
 
@@ -346,8 +346,8 @@ def attention_of(
     arrays = [s for s in arrays if len(s.dims) >= 3]
     if len(arrays) < 3:
         return None
-    told = [*_NAMED.findall(call.op_name or call.name), *_NUMBER.findall(call.rest)]
-    numbers = {name: int(size) for name, size in told}
+    named = [*_NAMED.findall(call.op_name or call.name), *_NUMBER.findall(call.rest)]
+    numbers = {name: int(size) for name, size in named}
     kind = _kind(call, len(arrays[0].dims))
     sides = [_sides(s, numbers.get(f"{n}_layout", 1)) for n, s in zip("qkv", arrays, strict=False)]
     (queries, head_dim), (keys, _), (_, value_dim) = sides
@@ -361,12 +361,12 @@ def attention_of(
     )
     copies = math.prod(arrays[0].dims[:-2])
     flops = 2.0 * copies * queries * keys * depths(kind, (head_dim, value_dim), 1)
-    found = _share(
+    computed = _share(
         module, computation, call, grid, kind, (queries, keys), _share_run(counted, flops)
     )
-    share, assumed = found.value, found.assumed
-    made = counted.get("grid")
-    whole = list(made) if isinstance(made, list) else []
+    share, assumed = computed.value, computed.assumed
+    counted_grid = counted.get("grid")
+    whole = list(counted_grid) if isinstance(counted_grid, list) else []
     blocks = copies * grid.rows * grid.columns * share
     staged = "use_base2_exp" in call.rest or "use_experimental_scheduler" in call.rest
     operations = _VECTOR_OPS[kind]
@@ -407,13 +407,13 @@ def _share(
     listed = listed_blocks(computation, call)
     if listed is not None:  # the grid itself runs over the blocks that are left
         return ComputedShare(value=min(listed / (grid.rows * grid.columns), 1.0))
-    found = block_share(module, computation, call, grid)
-    if not found.assumed:
-        return found
-    told = _listed(module).get(lengths) if kind != FORWARD else None
-    if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
-        return ComputedShare(value=told)
-    return found if run is None else ComputedShare(value=run)
+    computed = block_share(module, computation, call, grid)
+    if not computed.assumed:
+        return computed
+    forward = _listed(module).get(lengths) if kind != FORWARD else None
+    if forward is not None:  # a mask that is data, of which the forward kernel lists the blocks
+        return ComputedShare(value=forward)
+    return computed if run is None else ComputedShare(value=run)
 
 
 @lru_cache(maxsize=2)
@@ -430,10 +430,13 @@ def _listed(module: Module) -> Mapping[tuple[int, int], float]:
                 continue
             if listed_blocks(computation, call) is None:
                 continue
-            made = attention_of(module, computation, call, {})
-            if made is not None:
-                lengths = (made.grid.rows * made.block_q, made.grid.columns * made.block_kv)
-                shares[lengths] = max(shares.get(lengths, 0.0), made.share)
+            attention = attention_of(module, computation, call, {})
+            if attention is not None:
+                lengths = (
+                    attention.grid.rows * attention.block_q,
+                    attention.grid.columns * attention.block_kv,
+                )
+                shares[lengths] = max(shares.get(lengths, 0.0), attention.share)
     return shares
 
 
@@ -449,8 +452,8 @@ def _kind(call: Instruction, rank: int) -> str:
 
 def _sides(shape: Shape, layout: int) -> tuple[int, int]:
     """Sequence and head dim of an operand."""
-    one, other = shape.dims[-2:]
-    return (other, one) if layout == _SEQUENCE_MINOR else (one, other)
+    second_last, other = shape.dims[-2:]
+    return (other, second_last) if layout == _SEQUENCE_MINOR else (second_last, other)
 
 
 def _parallel(kind: str, query: Shape, grid: Sequence[int], parallel: object) -> tuple[int, ...]:

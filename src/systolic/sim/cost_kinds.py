@@ -132,9 +132,9 @@ class PriceCorrection:
             published: Bytes/s of the host link.
         """
         name, measured = self.calibration.name, self.calibration.host_bytes_per_second or 0.0
-        found = []
+        notes = []
         if measured > published:
-            found.append(
+            notes.append(
                 f"the calibration {name} has host copies at {si(measured, 'B/s')}, and the host link carries {si(published, 'B/s')}: they are taken at that"
             )
         for kind, ops in self.held.items():
@@ -143,10 +143,10 @@ class PriceCorrection:
                 if kind in COLLECTIVES
                 else "the peaks of the matrix units and of device memory allow"
             )
-            found.append(
+            notes.append(
                 f"the factor {self.calibration.factors[kind].value:.2f} of {kind.value} would make {plural(len(ops), 'op')} faster than {what}: they take what that does ({', '.join(list(ops)[:3])})"
             )
-        return found
+        return notes
 
 
 def check_chip(calibration: Calibration, on: Slice) -> None:
@@ -163,10 +163,10 @@ def check_chip(calibration: Calibration, on: Slice) -> None:
 
 def corrected_seconds(timeline: Timeline) -> Mapping[CostKind, float]:
     """Seconds of the core in each kind of op that the timeline's calibration corrects."""
-    found: dict[CostKind, float] = defaultdict(float)
+    seconds: dict[CostKind, float] = defaultdict(float)
     factors = timeline.calibration.factors if timeline.calibration is not None else {}
     for span, times in timeline.leaves():
         kind = kind_of_span(span) if span.lane == "core" else None
         if kind is not None and kind in factors:
-            found[kind] += span.seconds * times
-    return found
+            seconds[kind] += span.seconds * times
+    return seconds

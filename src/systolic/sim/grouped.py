@@ -139,8 +139,8 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: GroupedPace | None = None) 
     visits, tiles = grouped.visits, grouped.tiles
     if grouped.transposed:
         fetched = rows * (left * depth + right * columns)
-        one = steps(visits - tiles, out * depth * columns) + steps(tiles, fetched)
-        return along * across * one / used
+        seconds = steps(visits - tiles, out * depth * columns) + steps(tiles, fetched)
+        return along * across * seconds / used
     rows_of, weights, written = (
         left * rows * depth,
         right * depth * columns,
@@ -150,11 +150,11 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: GroupedPace | None = None) 
         masked = _MASK_OPS * grouped.tile[1] * (rows + grouped.tile[2])
         matrix += masked / along * cores(rates) / vector_rate(rates)
     if along == 1:
-        one = steps(grouped.groups, weights) + steps(visits - grouped.groups, rows_of + written)
+        seconds = steps(grouped.groups, weights) + steps(visits - grouped.groups, rows_of + written)
     else:
-        one = steps(visits * along - tiles, rows_of + weights)
-        one += steps(tiles, rows_of + weights + written)
-    return across * one / used
+        seconds = steps(visits * along - tiles, rows_of + weights)
+        seconds += steps(tiles, rows_of + weights + written)
+    return across * seconds / used
 
 
 def grouped_of(
@@ -216,17 +216,17 @@ def _parallel(call: Instruction, across: int, counted: Mapping[str, object]) -> 
     """
     if not counted.get("windows"):
         return () if _TOKAMAX.search(call.rest) else (across,)
-    told = counted.get("parallel")
-    return tuple(told) if isinstance(told, list) else (across,)
+    dims = counted.get("parallel")
+    return tuple(dims) if isinstance(dims, list) else (across,)
 
 
 def _tiles(
     call: Instruction, ranks: Sequence[int], counted: Mapping[str, object]
 ) -> tuple[int, int, int] | None:
     """Tiles of rows, depth and columns: as XLA or tokamax write them beside the call, or from its windows."""
-    found = _XLA.search(call.rest) or _TOKAMAX.search(call.rest)
-    if found is not None:
-        rows, depth, columns = (int(size) for size in found.groups())
+    tiles = _XLA.search(call.rest) or _TOKAMAX.search(call.rest)
+    if tiles is not None:
+        rows, depth, columns = (int(size) for size in tiles.groups())
         return rows, depth, columns
     windows = counted.get("windows")
     if not isinstance(windows, list) or len(windows) < 3:
@@ -240,13 +240,15 @@ def _tiles(
 def _sizes(computation: Computation, call: Instruction, groups: int) -> list[int]:
     """Rows of each group where a constant has them, or where each group begins; else empty."""
     for name in call.operands:
-        made = computation.index.get(name)
-        while made is not None and made.opcode != "constant":
-            through = made.opcode in _THROUGH or made.name.startswith(_METADATA)
-            made = computation.index.get(made.operands[0]) if through and made.operands else None
-        if made is None or made.shape.dtype != "s32" or len(made.shape.dims) != 1:
+        origin = computation.index.get(name)
+        while origin is not None and origin.opcode != "constant":
+            through = origin.opcode in _THROUGH or origin.name.startswith(_METADATA)
+            origin = (
+                computation.index.get(origin.operands[0]) if through and origin.operands else None
+            )
+        if origin is None or origin.shape.dtype != "s32" or len(origin.shape.dims) != 1:
             continue
-        numbers = [int(number) for number in _INTEGER.findall(made.operands[0])]
+        numbers = [int(number) for number in _INTEGER.findall(origin.operands[0])]
         if len(numbers) == groups + 1 and numbers[0] == 0:
             return [after - before for before, after in itertools.pairwise(numbers)]
         if len(numbers) == groups and sum(numbers) > 0:
@@ -260,14 +262,14 @@ def few_cost(computation: Computation, call: Instruction, rates: Rates) -> Kerne
     A core takes the steps of its half of the chosen experts. Windows of a step come while the one before computes, those of
     the first while nothing does.
     """
-    found = _CHOSEN.search(call.op_name)
+    routing = _CHOSEN.search(call.op_name)
     counted = call.config.get("custom_call_config", {}).get("counted") or {}
     windows = counted.get("windows")
-    if found is None or not isinstance(windows, list):
+    if routing is None or not isinstance(windows, list):
         return None
-    visited, held = int(found[1]), int(found[2])
-    shapes = [one for one in computation.operand_shapes(call) if len(one.dims) == 3]
-    left = next(one for one in computation.operand_shapes(call) if len(one.dims) == 2)
+    visited, held = int(routing[1]), int(routing[2])
+    shapes = [shape for shape in computation.operand_shapes(call) if len(shape.dims) == 3]
+    left = next(shape for shape in computation.operand_shapes(call) if len(shape.dims) == 2)
     (rows, width), tile, parts = windows[0], windows[2][1], shapes[0].dims[1] // windows[2][1]
     used, pace, array = (
         cores_used([call.shape.dims[0]], rates),
@@ -304,8 +306,8 @@ def grouped_cost(computation: Computation, call: Instruction, rates: Rates) -> K
 
 def _note(call: Instruction, grouped: Grouped) -> str:
     """Note on what is assumed of the data."""
-    found = _EXPECTED.search(call.op_name)
-    expected, held = (int(number) for number in found.groups()) if found else (1, 1)
+    routing = _EXPECTED.search(call.op_name)
+    expected, held = (int(number) for number in routing.groups()) if routing else (1, 1)
     more = (
         f" of {held}, all would take {held / expected:.3g} times as long" if held > expected else ""
     )

@@ -149,7 +149,7 @@ class Incomplete:
             GapKind.branch: "conditional",
             GapKind.callback: "send",
         }.get(self.part, "fusion" if self.fused else "custom-call")
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "op": f"{opcode} {self.name}",
             "kind": self.part.value,
             "name": self.name,
@@ -162,10 +162,10 @@ class Incomplete:
         }
         if self.part is GapKind.loop:
             counts = {"counted_trips": self.counted, "least_trips": self.trips.least}
-            found |= {**counts, "most_trips": self.trips.most}
+            fields |= {**counts, "most_trips": self.trips.most}
         if self.part is GapKind.branch:
-            found |= dict(zip(("shortest_seconds", "longest_seconds"), self.branches, strict=True))
-        return found
+            fields |= dict(zip(("shortest_seconds", "longest_seconds"), self.branches, strict=True))
+        return fields
 
 
 def times(count: float) -> str:
@@ -201,12 +201,12 @@ class Given:
 
     def lines(self, loops: Mapping[str, int]) -> list[str]:
         """A line for each number: what was given for what; ``loops`` is the number of loops that each name sets."""
-        found = [
+        lines = [
             f"{name} makes {number:,g} trips"
             + (f" in each of {loops[name]} loops" if loops.get(name, 1) > 1 else "")
             for name, number in self.trips.items()
         ]
-        return [*found, *(f"{name} takes {duration(s)} a call" for name, s in self.costs.items())]
+        return [*lines, *(f"{name} takes {duration(s)} a call" for name, s in self.costs.items())]
 
 
 NOTHING = Given()
@@ -252,9 +252,9 @@ def _trips(name: str, text: float | str) -> float:
 
 
 def _cost(name: str, text: float | str) -> float:
-    found = _COST.fullmatch(str(text).strip())
+    match = _COST.fullmatch(str(text).strip())
     try:
-        number = float(found[1]) * _SECONDS[found[2]] if found else float(text)
+        number = float(match[1]) * _SECONDS[match[2]] if match else float(text)
     except ValueError:
         number = math.nan
     if isinstance(text, bool) or not (math.isfinite(number) and number >= 0):
@@ -273,7 +273,7 @@ class Gaps:
     ends: Ends = Ends.usual
     counts: LoopCounts = field(init=False)
     missed: dict[str, Incomplete] = field(default_factory=dict)
-    told: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    named_loops: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Loops that each of the names that were given sets."""
     slowest: dict[str, str] = field(default_factory=dict)
     """Loops and branches that devices differ in, to how they are counted."""
@@ -296,7 +296,7 @@ class Gaps:
 
     def lines(self) -> list[str]:
         """A line for each number that was given."""
-        return self.given.lines({name: len(loops) for name, loops in self.told.items()})
+        return self.given.lines({name: len(loops) for name, loops in self.named_loops.items()})
 
     def notes(self) -> list[str]:
         """A note on what the slowest device decides."""
@@ -319,13 +319,13 @@ class Gaps:
             return _whole(known.mean)
         for name in self.names(computation, loop):
             if name in self.given.trips:
-                self.told[name].add(loop.name)
+                self.named_loops[name].add(loop.name)
                 return _whole(self.given.trips[name])
         most = known.most if known.most is not None and known.most < ENDLESS else None
         counted = max(known.least, 1)
-        found = self.describe(computation, loop, GapKind.loop)
+        gap = self.describe(computation, loop, GapKind.loop)
         bounds = LoopTrips(least=known.least, most=most)
-        self.missed[loop.name] = replace(found, trips=bounds, counted=counted)
+        self.missed[loop.name] = replace(gap, trips=bounds, counted=counted)
         if self.ends is Ends.least:
             return known.least
         return most if self.ends is Ends.most and most is not None else counted
@@ -351,17 +351,17 @@ class Gaps:
         if held:
             self.differs(computation, conditional, "takes the branches of the slowest")
         shares = held or [self.counts.branches.get(conditional.name, {every: 1.0})]
-        ends = [[_mean(one, seconds, choose) for choose in (min, max)] for one in shares]
+        ends = [[_mean(row, seconds, choose) for choose in (min, max)] for row in shares]
         short, long = (max(column) for column in zip(*ends, strict=True))
         if short < long:
-            found = self.describe(computation, conditional, GapKind.branch)
-            self.missed[conditional.name] = replace(found, branches=(short, long))
+            gap = self.describe(computation, conditional, GapKind.branch)
+            self.missed[conditional.name] = replace(gap, branches=(short, long))
         is_least = self.ends is Ends.least
-        at = max(range(len(shares)), key=lambda one: ends[one][not is_least])
+        at = max(range(len(shares)), key=lambda place: ends[place][not is_least])
         taken: dict[int, float] = defaultdict(float)
         for some, share in shares[at].items():
             choose = min if is_least else max
-            taken[choose(some, key=lambda one: seconds[one])] += share
+            taken[choose(some, key=lambda branch: seconds[branch])] += share
         return dict(taken)
 
     def cost(self, computation: Computation, instruction: Instruction) -> float | None:
@@ -375,10 +375,10 @@ class Gaps:
         self, computation: Computation, instruction: Instruction, part: GapKind, why: str
     ) -> None:
         """Notes a part that is priced incompletely."""
-        found = self.describe(computation, instruction, part)
+        gap = self.describe(computation, instruction, part)
         if held := fused_calls(self.module, instruction):
-            found = replace(found, label=label_of(held[0][1]), fused=True)
-        self.missed.setdefault(instruction.name, replace(found, why=why))
+            gap = replace(gap, label=label_of(held[0][1]), fused=True)
+        self.missed.setdefault(instruction.name, replace(gap, why=why))
 
     def describe(
         self, computation: Computation, instruction: Instruction, part: GapKind
@@ -397,12 +397,12 @@ class Gaps:
     def names(self, computation: Computation, instruction: Instruction) -> list[str]:
         """Names that the user may give it: the instruction's, its label, its line of source."""
         source = self.module.source(named(self.module, computation, instruction))
-        found = [instruction.name, label_of(instruction)]
+        names = [instruction.name, label_of(instruction)]
         if source is not None:
-            found += [str(source), f"{source.file.rpartition('/')[2]}:{source.line}"]
+            names += [str(source), f"{source.file.rpartition('/')[2]}:{source.line}"]
         for inner, call in fused_calls(self.module, instruction):
-            found += self.names(inner, call)
-        return [name for name in found if name]
+            names += self.names(inner, call)
+        return [name for name in names if name]
 
     def _check(self) -> None:
         """Refuses names that the program has not, and trips that it contradicts."""
@@ -420,7 +420,7 @@ class Gaps:
             ):
                 for name in self.names(computation, instruction):
                     calls[name].append(instruction)
-        opened = [name for name, found in self.loops.items() if not found.known]
+        opened = [name for name, loop in self.loops.items() if not loop.known]
         rest = (
             f"loops of unknown length: {_few(opened)}" if opened else "no loop is of unknown length"
         )
@@ -430,10 +430,12 @@ class Gaps:
                     f"--trips names {name}, which is no loop of this program{nearest(name, loops)}; {rest}"
                 )
             self._agrees(name, number, loops[name])
-            self._apart(name, [one for one in loops[name] if one.name in opened])
+            self._apart(name, [loop for loop in loops[name] if loop.name in opened])
         for name in self.given.costs:
             if name not in calls:
-                have = sorted({label_of(i) or i.name for found in calls.values() for i in found})
+                have = sorted(
+                    {label_of(i) or i.name for sites_of in calls.values() for i in sites_of}
+                )
                 some = f"it has {_few(have)}" if have else "it has none"
                 raise OptionError(
                     f"--cost names {name}, which is no kernel, custom call or callback of this program{nearest(name, calls)}; {some}"
@@ -443,20 +445,20 @@ class Gaps:
         """Refuses one number for loops of which one is inside another."""
         for outer in sites:
             held = _within(self.module, outer)
-            inner = next((one.name for one in sites if one.name in held), None)
+            inner = next((site.name for site in sites if site.name in held), None)
             if inner is not None:
                 raise OptionError(
                     f"--trips gives one number for {name}, where loop {inner} is inside loop {outer.name}; give each its own, such as --trips {outer.name}=10 --trips {inner}=10"
                 )
 
     def _agrees(self, name: str, number: float, sites: Sequence[Instruction]) -> None:
-        found = [self.loops[site.name] for site in sites if site.name in self.loops]
-        if found and all(one.known and one.mean != number for one in found):
+        loops = [self.loops[site.name] for site in sites if site.name in self.loops]
+        if loops and all(loop.known and loop.mean != number for loop in loops):
             raise OptionError(
-                f"--trips gives {number:g} for {name}, but the program says that it makes {found[0].mean:,g}; leave it out"
+                f"--trips gives {number:g} for {name}, but the program says that it makes {loops[0].mean:,g}; leave it out"
             )
-        most = [one.most for one in found if one.most is not None]
-        if len(most) == len(found) > 0 and number > max(most):
+        most = [loop.most for loop in loops if loop.most is not None]
+        if len(most) == len(loops) > 0 and number > max(most):
             raise OptionError(
                 f"--trips gives {number:g} for {name}, but the program ends it after {max(most):,} trips; give at most that"
             )
@@ -464,21 +466,21 @@ class Gaps:
 
 def _within(module: Module, loop: Instruction) -> set[str]:
     """Instructions that a loop's body runs, at any depth."""
-    found, seen, left = set[str](), set[str](), list(loop.called_computations)
+    names, seen, left = set[str](), set[str](), list(loop.called_computations)
     while left:
         name = left.pop()
         if name in seen or name not in module.computations:
             continue
         seen.add(name)
         for instruction in module.computations[name]:
-            found.add(instruction.name)
+            names.add(instruction.name)
             left += instruction.called_computations
-    return found
+    return names
 
 
 def _mean(shares: Shares, seconds: Mapping[int, float], choose: Callable[..., float]) -> float:
     """Seconds of a conditional's run, where each set of branches takes one of its own."""
-    return sum(share * choose(seconds[one] for one in some) for some, share in shares.items())
+    return sum(share * choose(seconds[branch] for branch in some) for some, share in shares.items())
 
 
 def _whole(number: float) -> float:
@@ -510,14 +512,14 @@ def fused_calls(module: Module, instruction: Instruction) -> list[tuple[Computat
     """
     if instruction.opcode != "fusion":
         return []
-    found: list[tuple[Computation, Instruction]] = []
+    inner_calls: list[tuple[Computation, Instruction]] = []
     held = module.callee(instruction, "calls")
-    for one in held:
-        if one.opcode == "fusion":
-            found += fused_calls(module, one)
-        elif one.opcode == "custom-call" and one.target not in _KNOWN:
-            found.append((held, one))
-    return found
+    for inner in held:
+        if inner.opcode == "fusion":
+            inner_calls += fused_calls(module, inner)
+        elif inner.opcode == "custom-call" and inner.target not in _KNOWN:
+            inner_calls.append((held, inner))
+    return inner_calls
 
 
 def is_print(instruction: Instruction) -> bool:
@@ -585,5 +587,5 @@ def measured(missed: Iterable[Incomplete], spans: Sequence[Timed]) -> tuple[Inco
             add(span.inside, number * span.repeat)
 
     add(spans, 1.0)
-    found = [replace(m, seconds=seconds[m.name], runs=runs.get(m.name, 0.0)) for m in missed]
-    return tuple(sorted(found, key=lambda one: -one.seconds))
+    parts = [replace(m, seconds=seconds[m.name], runs=runs.get(m.name, 0.0)) for m in missed]
+    return tuple(sorted(parts, key=lambda part: -part.seconds))

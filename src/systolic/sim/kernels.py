@@ -60,15 +60,15 @@ def kernel_cost(
     if is_ragged(call):
         return KernelCost(*ragged_seconds(computation, call, rates, _grid(config)))
     if any(_NAME.match(name) for name in (call.name, call.op_name.rpartition("/")[2])):
-        found = attention_of(module, computation, call, counted)
-        if found is not None:
+        attention = attention_of(module, computation, call, counted)
+        if attention is not None:
             own_bytes = computation_bytes(computation, call)
-            seconds = seconds_of(found, rates, own_bytes)
-            note = found.assumed
-            if note and found.share < 1.0:
-                most = seconds_of(replace(found, share=1.0), rates, own_bytes)
+            seconds = seconds_of(attention, rates, own_bytes)
+            note = attention.assumed
+            if note and attention.share < 1.0:
+                most = seconds_of(replace(attention, share=1.0), rates, own_bytes)
                 note = f"{note}, since its mask is data: a call of {call.name} takes {duration(seconds)} so, and {duration(most)} if all blocks are left"
-            return KernelCost(seconds, flops_of(found), note)
+            return KernelCost(seconds, flops_of(attention), note)
     if windows := counted.get("window_bytes") if any(in_vmem) else None:
         # Scalars that are fetched before the grid begins have no window; they are the first operands.
         near = sum(n for n, held in zip(windows, in_vmem[-len(windows) :], strict=False) if held)

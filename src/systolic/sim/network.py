@@ -113,7 +113,9 @@ class Network:
         """Extents of the groups, each distinct one once."""
         ids = [[self.places[device] for device in group] for group in groups.groups]
         taken = [self._links(places) for places in ids]
-        users = Counter(link for lines in taken for one in lines.values() for link in one)
+        users = Counter(
+            link for lines in taken for axis_links in lines.values() for link in axis_links
+        )
         return list(
             {
                 self._extent(places, lines, users): None
@@ -123,7 +125,7 @@ class Network:
 
     def _links(self, places: Sequence[Place]) -> dict[int, list[Link]]:
         """The links of a group by torus axis: on each of its lines from its first chip to its last, or all around."""
-        found: dict[int, list[Link]] = {}
+        links: dict[int, list[Link]] = {}
         for axis in range(3):
             at = sorted({place[axis] for place in places})
             if len(at) < 2:
@@ -132,10 +134,10 @@ class Network:
             length = self.shape[axis]
             around = [(first + n) % length for n in range(reach if ring else reach - 1)]
             lines = {(*place[:axis], 0, *place[axis + 1 : 3], place[4]) for place in places}
-            found[axis] = [
+            links[axis] = [
                 (*line[:axis], n, *line[axis + 1 :], axis) for line in lines for n in around
             ]
-        return found
+        return links
 
     def _arc(self, axis: int, at: Sequence[int]) -> tuple[int, int, bool]:
         """First chip, chips and whether it is a ring: the part of an axis that joins those places, in order."""
@@ -333,8 +335,8 @@ def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
     Each member of a ring over the slices passes on what its neighbours lack, as inside a slice. A
     transfer that is not understood counts as an all-reduce of all slices, and the note says so.
     """
-    found = crossing_of(transfer)
-    times = None if found is None else _times(found, sends=transfer.opcode == "send")
+    pattern = crossing_of(transfer)
+    times = None if pattern is None else _times(pattern, sends=transfer.opcode == "send")
     if times is not None:
         return times, ""
     # Attributes up to the target, which can list thousands of devices.

@@ -265,16 +265,18 @@ def _fused_kernel(
     if call.target != PALLAS:
         return None
     parameters = module.callee(fusion, "calls").parameters
-    given = dict(zip([one.name for one in parameters], fusion.operands, strict=False))
+    operand_of = dict(
+        zip([parameter.name for parameter in parameters], fusion.operands, strict=False)
+    )
 
     def near(name: str) -> bool:
         """Whether an operand lies in vector memory, or is made on the way to the kernel."""
         at = inner.index.get(name)
         while at is not None and at.opcode in _SAME_PLACE and at.operands:
             at = inner.index.get(at.operands[0])
-        if at is None or at.opcode != "parameter" or at.name not in given:
+        if at is None or at.opcode != "parameter" or at.name not in operand_of:
             return at is not None and not at.shape.bytes_in(HBM)
-        source = computation.index.get(given[at.name], at)
+        source = computation.index.get(operand_of[at.name], at)
         return not source.shape.bytes_in(HBM)
 
     in_vmem = [*map(near, call.operands), not fusion.shape.bytes_in(HBM)]
@@ -303,7 +305,7 @@ def streams(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion":
         return instruction.opcode not in _ADDRESSED
     held = module.callee(instruction, "calls")
-    return all(streams(module, one) for one in held)
+    return all(streams(module, inner) for inner in held)
 
 
 def covers(window: Instruction) -> bool:
@@ -335,10 +337,10 @@ def masked_share(instruction: Instruction) -> float | None:
 
     Groups are taken to be equal, and to begin inside a tile of rows.
     """
-    found = _skipped(instruction)
-    if found is None:
+    skipped = _skipped(instruction)
+    if skipped is None:
         return None
-    mode, groups, tiles = found
+    mode, groups, tiles = skipped
     return (tiles + groups - 1) / (tiles * groups) if mode == _STARTS else 1.0
 
 
@@ -359,8 +361,8 @@ def masked_seconds(instruction: Instruction, rates: Rates) -> float | None:
 
 def _skipped(instruction: Instruction) -> tuple[str, int, int] | None:
     """The mode, and steps over groups and over tiles of rows."""
-    found: Mapping[str, Any] = instruction.config.get("mask_aggregator_config", {})
-    mode, dims = found.get("iteration_skipper_mode"), found.get("mask_dim_to_iteration_index", [])
+    mask: Mapping[str, Any] = instruction.config.get("mask_aggregator_config", {})
+    mode, dims = mask.get("iteration_skipper_mode"), mask.get("mask_dim_to_iteration_index", [])
     bounds = _bounds(instruction)
     if mode not in _MODES or len(dims) != 2 or max(int(dim) for dim in dims) >= len(bounds):
         return None

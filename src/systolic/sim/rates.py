@@ -99,8 +99,8 @@ _STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
 
 def asked_state(flags: Sequence[str]) -> int | None:
     """The power state that the compiler's flags ask for; None where they don't."""
-    found = [int(match[1]) for flag in flags if (match := _STATE.fullmatch(flag))]
-    return found[-1] if found else None
+    states = [int(match[1]) for flag in flags if (match := _STATE.fullmatch(flag))]
+    return states[-1] if states else None
 
 
 def clocks(chip: Chip, power_state: int | None = None) -> tuple[float | None, float | None]:

@@ -55,16 +55,16 @@ from systolic.sim.timeline import PricedBy, Resource, Span, Timeline, merged, sp
 from systolic.sim.traffic import bytes_read
 from systolic.sim.work import Work, numbers, slice_sizes, window_sizes, work_of
 
-LINE_BYTES: int = constant("irregular.line_bytes")
-SECTOR_BYTES: int = constant("irregular.sector_bytes")
-COMPARATOR_SECONDS: float = constant("irregular.comparator_seconds")
-SLICE_SECONDS: float = constant("irregular.slice_seconds")
-UPDATE_SECONDS: float = constant("irregular.update_seconds")
-WINDOW_SECONDS: float = constant("irregular.window_seconds")
-FFT_RATE: float = constant("irregular.fft_rate")
-RADIX_SHARE: float = constant("irregular.radix_share")
-TILE: int = constant("irregular.tile")
-SPREAD: float = constant("irregular.spread")
+LINE_BYTES: int = constant("roofline.line_bytes")
+SECTOR_BYTES: int = constant("roofline.sector_bytes")
+COMPARATOR_SECONDS: float = constant("roofline.comparator_seconds")
+SLICE_SECONDS: float = constant("roofline.slice_seconds")
+UPDATE_SECONDS: float = constant("roofline.update_seconds")
+WINDOW_SECONDS: float = constant("roofline.window_seconds")
+FFT_RATE: float = constant("roofline.fft_rate")
+RADIX_SHARE: float = constant("roofline.radix_share")
+TILE: int = constant("roofline.tile")
+SPREAD: float = constant("roofline.spread")
 
 _BY = {
     "sort": PricedBy.sort,
@@ -143,8 +143,8 @@ def irregular(
             touched += lines
         elif held.opcode == "fft":
             size = math.prod(numbers(held, "fft_length") or [2])
-            made = max(s.elements for s in (held.shape, *at.operand_shapes(held)))
-            flops = 5 * made * math.log2(max(size, 2))
+            elements = max(s.elements for s in (held.shape, *at.operand_shapes(held)))
+            flops = 5 * elements * math.log2(max(size, 2))
             each = flops / (FFT_RATE if machine.is_cpu else machine.operations)
             passes = max(passes, 1.0 if machine.is_cpu or size <= TILE else 2.0)
         else:
@@ -173,17 +173,21 @@ def without_tiles(
     module: Module, computation: Computation, instruction: Instruction, work: Work
 ) -> Work:
     """The work with the bytes that a scatter updates as elements, not as the tiles that a TPU reads and writes."""
-    given = sum(shape.bytes for shape in computation.operand_shapes(instruction))
+    operand_bytes = sum(shape.bytes for shape in computation.operand_shapes(instruction))
     updated = 0.0
-    found = False
+    has_scatter = False
     for held, at in _held(module, computation, instruction):
         if held.opcode == "scatter":
-            found = True
+            has_scatter = True
             shapes = at.operand_shapes(held)
             buffers = max(len(shapes) // 2, 1)
-            given -= sum(shape.bytes for shape in shapes[:buffers])
+            operand_bytes -= sum(shape.bytes for shape in shapes[:buffers])
             updated += 2 * sum(shape.bytes for shape in shapes[buffers + 1 :])
-    return work if not found else replace(work, bytes=min(work.bytes, max(given, 0.0) + updated))
+    return (
+        work
+        if not has_scatter
+        else replace(work, bytes=min(work.bytes, max(operand_bytes, 0.0) + updated))
+    )
 
 
 def _held(
@@ -193,8 +197,8 @@ def _held(
         yield instruction, computation
     elif instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        for one in inner:
-            yield from _held(module, inner, one)
+        for inner_op in inner:
+            yield from _held(module, inner, inner_op)
 
 
 def _sort(
@@ -226,9 +230,9 @@ def _addressed(held: Instruction, at: Computation, machine: IrregularRates) -> t
     shapes = at.operand_shapes(held)
     buffers = 1 if held.opcode == "gather" else max(len(shapes) // 2, 1)
     operand = next(shapes[0].arrays())
-    made = held.shape if held.opcode == "gather" else shapes[buffers + 1]
-    elements = next(made.arrays()).elements
-    window = slice_sizes(held, operand.dims, made.dims)
+    addressed = held.shape if held.opcode == "gather" else shapes[buffers + 1]
+    elements = next(addressed.arrays()).elements
+    window = slice_sizes(held, operand.dims, addressed.dims)
     count = elements / max(math.prod(window), 1)
     side_by_side = 1
     for dim in operand.minor_to_major or range(len(window) - 1, -1, -1):
@@ -425,13 +429,13 @@ class _Walk:
         shares = self.gaps.branches(
             computation, instruction, {n: run[0] for n, run in runs.items()}
         )
-        found = []
+        branches = []
         for number, share in shares.items():
             seconds, spans = runs[number]
             if spans:
                 outer = self.span(computation, instruction, seconds * share, Resource.idle)
-                found.append(replace(outer, repeat=share, inside=spans))
-        return found
+                branches.append(replace(outer, repeat=share, inside=spans))
+        return branches
 
     def step(self, computation: Computation, instruction: Instruction) -> Span | None:
         """Span of an op; None where it takes no time."""
@@ -512,16 +516,16 @@ class _Walk:
             return self.priced(
                 computation, instruction, Work(flops, moved), PricedBy.kernel, seconds=flops / rate
             )
-        found = _CONTRACTED.search(instruction.rest)
-        if target.startswith("__cublas") and found is not None and operands:
-            dims = [int(n) for n in found[1].replace('"', "").split(",") if n.strip()]
+        contracted = _CONTRACTED.search(instruction.rest)
+        if target.startswith("__cublas") and contracted is not None and operands:
+            dims = [int(n) for n in contracted[1].replace('"', "").split(",") if n.strip()]
             depth = math.prod(operands[0].dims[dim] for dim in dims)
             out = next(iter(instruction.shape.arrays()))
             work = Work(2.0 * out.elements * depth, moved, operands[0].dtype)
             return self.priced(computation, instruction, work, PricedBy.roofline)
-        told = self.gaps.cost(computation, instruction)
-        if told is not None:
-            span = self.span(computation, instruction, told, Resource.host)
+        given_seconds = self.gaps.cost(computation, instruction)
+        if given_seconds is not None:
+            span = self.span(computation, instruction, given_seconds, Resource.host)
             return replace(span, bytes=moved, priced_by=PricedBy.given)
         if is_print(instruction):
             return replace(self.printed(computation, instruction), bytes=moved)
@@ -568,15 +572,19 @@ class _Walk:
 
     def collective(self, computation: Computation, instruction: Instruction) -> Span | None:
         kind = instruction.opcode.removesuffix("-start")
-        given = sum(s.bytes for s in computation.operand_shapes(instruction))
-        made = instruction.shape
-        if instruction.opcode.endswith("-start") and made.parts is not None and len(made.parts) > 1:
-            made = made.parts[1]  # (operands, results)
+        operand_bytes = sum(s.bytes for s in computation.operand_shapes(instruction))
+        result = instruction.shape
+        if (
+            instruction.opcode.endswith("-start")
+            and result.parts is not None
+            and len(result.parts) > 1
+        ):
+            result = result.parts[1]  # (operands, results)
         groups = groups_of(instruction, self.num_devices)
         links = self.peaks.links
         if links is None:
             # The devices are threads of one host: what one holds, another copies.
-            work = Work(0.0, float(given + made.bytes))
+            work = Work(0.0, float(operand_bytes + result.bytes))
             span = self.priced(computation, instruction, work, PricedBy.roofline)
             return replace(span, resource=Resource.hbm, opcode=kind)
         size = max(groups.size, 1)
@@ -586,7 +594,7 @@ class _Walk:
             and self.reads.in_parts(computation, instruction, size)
         ):
             kind = "reduce-scatter"
-        cost = links.collective(kind, groups, float(made.bytes), float(given))
+        cost = links.collective(kind, groups, float(result.bytes), float(operand_bytes))
         if not cost.seconds:
             return None
         resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
@@ -653,11 +661,11 @@ class OperandReads:
         readings = self._readings(computation, instruction)
         return bool(readings) and all(self._is_product(reader) for reader, _ in readings)
 
-    def in_parts(self, computation: Computation, made: Instruction, parts: int) -> bool:
+    def in_parts(self, computation: Computation, written: Instruction, parts: int) -> bool:
         """Whether every reader of a result takes at most one of ``parts`` of each array in it."""
         readings = [
             (reader, source)
-            for reader, source in self._readings(computation, made)
+            for reader, source in self._readings(computation, written)
             if source.shape.bytes > _LEAST_BYTES
         ]
         return (
@@ -693,19 +701,19 @@ class OperandReads:
         held = self.module.callee(instruction, "calls")
         return any(inner.opcode in _PRODUCTS for inner in held)
 
-    def _readings(self, computation: Computation, made: Instruction) -> list[Reading]:
+    def _readings(self, computation: Computation, written: Instruction) -> list[Reading]:
         """Readings of a result, through ops that only rename it or take it out of a tuple."""
         users = self._users(computation)
-        found: list[Reading] = []
-        todo = [made]
+        readings: list[Reading] = []
+        todo = [written]
         while todo:
             at = todo.pop()
             for user in users.get(at.name, ()):
                 if user.opcode in _PASSED:
                     todo.append(user)
                 else:
-                    found.append((user, at))
-        return found
+                    readings.append((user, at))
+        return readings
 
     def _users(self, computation: Computation) -> dict[str, list[Instruction]]:
         if computation.name not in self.known:

@@ -116,8 +116,8 @@ def _addressed(
     if instruction.opcode != "fusion":
         return None, computation
     inner = module.callee(instruction, "calls")
-    found = [_addressed(module, inner, one) for one in inner]
-    named = [(held, at) for held, at in found if held is not None]
+    addressed = [_addressed(module, inner, inner_op) for inner_op in inner]
+    named = [(held, at) for held, at in addressed if held is not None]
     for kind in (TOP_K, "sort", "scatter", "gather", "fft", "select-and-scatter", *HALVES):
         for held, at in named:
             if kind in (held.opcode, held.target):
@@ -164,10 +164,10 @@ def _sort(
     size = max(keys.dims[dim] if keys.dims else 1, 2)
     registers = sum(_registers(shape, dim, size) for shape in operands)
     """Registers of all operands: each is moved by a swap."""
-    one = registers / len(operands)
+    operand_registers = registers / len(operands)
     compared = comparator_operations(module, sort)
     # A pair is compared once, and each of its operands takes two selects.
-    operations = one * (compared / 2 + 1) + 2 * registers
+    operations = operand_registers * (compared / 2 + 1) + 2 * registers
     stages = network_stages(size)
     crossed = LANE_CYCLES * registers * _lane_stages(keys, dim, size)
     passes = _passes(operands, dim, size, rates)
@@ -180,9 +180,9 @@ def carries_index(computation: Computation, sort: Instruction) -> bool:
     if last is None or last.opcode != "iota":
         return False
     read = {
-        one.tuple_index
-        for one in computation
-        if one.opcode == "get-tuple-element" and one.operands[0] == sort.name
+        user.tuple_index
+        for user in computation
+        if user.opcode == "get-tuple-element" and user.operands[0] == sort.name
     }
     return not sort.root and len(sort.operands) - 1 not in read
 
@@ -228,28 +228,30 @@ def comparator_operations(module: Module, sort: Instruction) -> int:
     """Operations of a comparator."""
     name = sort.called("to_apply") or next(
         (
-            one.lstrip("%")
-            for one in (sort.attribute("called_computations") or "").strip("{}").split(",")
+            name.lstrip("%")
+            for name in (sort.attribute("called_computations") or "").strip("{}").split(",")
         ),
         "",
     )
     held = module.computations.get(name)
-    return 1 if held is None else max(sum(one.opcode not in _MOVES for one in held), 1)
+    return (
+        1 if held is None else max(sum(instruction.opcode not in _MOVES for instruction in held), 1)
+    )
 
 
 def _top_k(computation: Computation, instruction: Instruction, work: Work, rates: Rates) -> Ruled:
     """A top-k keeps a value and its index, and compares floats as integers of their bits: 8.5 operations a stage."""
-    given = next(computation.operand_shapes(instruction)[0].arrays())
+    keys = next(computation.operand_shapes(instruction)[0].arrays())
     kept = next(instruction.shape.arrays())
     dim = next(
-        (n for n, (a, b) in enumerate(zip(given.dims, kept.dims, strict=False)) if a != b),
-        len(given.dims) - 1,
+        (n for n, (a, b) in enumerate(zip(keys.dims, kept.dims, strict=False)) if a != b),
+        len(keys.dims) - 1,
     )
-    size = max(given.dims[dim], 2)
-    registers = max(math.prod(given.padded_dims) / REGISTER, 1.0)
+    size = max(keys.dims[dim], 2)
+    registers = max(math.prod(keys.padded_dims) / REGISTER, 1.0)
     operations = registers * (3.5 + 1 + 2 * 2)
     stages = top_k_stages(size, kept.dims[dim])
-    order = given.minor_to_major or tuple(range(len(given.dims) - 1, -1, -1))
+    order = keys.minor_to_major or tuple(range(len(keys.dims) - 1, -1, -1))
     crossed = 2 * LANE_CYCLES * registers * stages if order[0] == dim else 0.0
     return _network(operations * stages, crossed, work.bytes, rates, PricedBy.top_k)
 
@@ -294,23 +296,23 @@ def _gather(
     sparse: bool,
 ) -> Ruled:
     table = next(computation.operand_shapes(gather)[0].arrays())
-    made = next(gather.shape.arrays())
-    sizes = slice_sizes(gather, table.dims, made.dims)
-    count = made.elements / max(math.prod(sizes), 1)
+    gathered = next(gather.shape.arrays())
+    sizes = slice_sizes(gather, table.dims, gathered.dims)
+    count = gathered.elements / max(math.prod(sizes), 1)
     read = count * _touched(table, sizes, _granule(rates))
     out = float(outer.shape.bytes_in(HBM))
     seconds, least = _indexed(count, INDEX_CYCLES, rates, sparse=sparse)
     # Never more than to read the whole table; never less than the elements that come out.
     floor = max((out + min(read, table.padded_bytes)) / rates.hbm, least)
-    found = _made(
+    gather_price = _made(
         seconds, floor, max(work.bytes, out + read) / rates.hbm, rates, PricedBy.gather, UNMEASURED
     )
     return Ruled(
-        seconds=found.seconds,
-        low=min(floor, found.seconds),
-        high=found.high,
-        by=found.by,
-        on_memory=found.on_memory,
+        seconds=gather_price.seconds,
+        low=min(floor, gather_price.seconds),
+        high=gather_price.high,
+        by=gather_price.by,
+        on_memory=gather_price.on_memory,
     )
 
 
@@ -319,9 +321,9 @@ def _scatter(
 ) -> Ruled:
     new = update_of(computation, scatter)
     buffer = next(scatter.shape.arrays())
-    given = next(new.shape.arrays()) if new is not None else buffer
-    sizes = slice_sizes(scatter, buffer.dims, given.dims)
-    count = given.elements / max(math.prod(sizes), 1)
+    updates = next(new.shape.arrays()) if new is not None else buffer
+    sizes = slice_sizes(scatter, buffer.dims, updates.dims)
+    count = updates.elements / max(math.prod(sizes), 1)
     touched = 2 * count * _touched(buffer, sizes, _granule(rates)) * len(buffers_of(scatter))
     # Addresses are made beside the work on rows: a load, an operation and a store of each register.
     registers = count * math.prod(sizes) / REGISTER * len(buffers_of(scatter))
@@ -338,8 +340,8 @@ def _scatter(
 def _window(computation: Computation, window: Instruction, work: Work, rates: Rates) -> Ruled:
     """A reduction over windows takes an operation for each element of each window; a selection two more."""
     area = math.prod(window_sizes(window))
-    made = next(window.shape.arrays())
-    places = made.elements
+    result = next(window.shape.arrays())
+    places = result.elements
     if window.opcode == "select-and-scatter":
         places = next(computation.operand_shapes(window)[1].arrays()).elements
         area *= 3
@@ -352,8 +354,8 @@ def _window(computation: Computation, window: Instruction, work: Work, rates: Ra
 
 
 def _random(random: Instruction, work: Work, rates: Rates) -> Ruled:
-    made = list(random.shape.arrays())[-1]
-    words = made.elements * max(made.bits, WORD_BITS) / WORD_BITS
+    drawn = list(random.shape.arrays())[-1]
+    words = drawn.elements * max(drawn.bits, WORD_BITS) / WORD_BITS
     seconds = RANDOM_OPS * words / vector_rate(rates)
     return _made(
         seconds,

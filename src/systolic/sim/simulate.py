@@ -53,7 +53,6 @@ from systolic.sim.incomplete import (
     is_print,
     measured,
 )
-from systolic.sim.layers import layer_of
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
@@ -63,11 +62,12 @@ from systolic.sim.timeline import (
     Resource,
     Span,
     Timeline,
+    layer_of,
     merged,
     span_of,
 )
 
-DMA_SHARE: float = constant("hbm_contention.dma_share")
+DMA_SHARE: float = constant("simulate.dma_share")
 LANES = ("core", "dma")
 """Lanes whose spans read and write device memory."""
 
@@ -144,18 +144,18 @@ def simulate(
         num_devices=len(places),
         gaps=gaps,
     )
-    made = _simulated(run, on)
-    missed = measured(gaps.missed.values(), made.spans)
-    made = replace(made, incomplete=missed, given=tuple(gaps.lines()))
+    timeline = _simulated(run, on)
+    missed = measured(gaps.missed.values(), timeline.spans)
+    timeline = replace(timeline, incomplete=missed, given=tuple(gaps.lines()))
 
     def at(ends: Ends) -> Timeline:
         return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on)
 
     if any(part.is_assumed for part in missed):
-        made = replace(made, least=at(Ends.least))
+        timeline = replace(timeline, least=at(Ends.least))
     if missed and all(part.bounded for part in missed):
-        made = replace(made, most=at(Ends.most))
-    return made
+        timeline = replace(timeline, most=at(Ends.most))
+    return timeline
 
 
 def _simulated(run: "_Simulation", on: Slice) -> Timeline:
@@ -170,7 +170,7 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
         run.notes[
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, fitted to published steps"
         ] = None
-    made = Timeline(
+    timeline = Timeline(
         origin=Origin.simulated,
         seconds=seconds,
         spans=spans,
@@ -178,73 +178,75 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
         turn_seconds=TURN_SECONDS,
         calibration=None if run.correction is None else run.correction.calibration,
     )
-    if (over := memory_seconds(made, rates) - seconds) > 0:
+    if (over := memory_seconds(timeline, rates) - seconds) > 0:
         run.notes[
             "transfers beside ops that read memory too: the step takes as long as their bytes"
         ] = None
-        made = replace(
-            made,
+        timeline = replace(
+            timeline,
             seconds=seconds + over,
             spans=(*spans, shared(seconds, over)),
             notes=merged(run.notes),
         )
         seconds += over
-    made = replace(
-        made,
+    timeline = replace(
+        timeline,
         notes=(
-            *made.notes,
+            *timeline.notes,
             *run.gaps.notes(),
-            *_rule_notes(made),
-            *_assumed_note(made),
-            *_one_way(made, run.one_way),
+            *_rule_notes(timeline),
+            *_assumed_note(timeline),
+            *_one_way(timeline, run.one_way),
             *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
-    estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
+    estimated = sum(s.seconds * n for s, n in timeline.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
-        return replace(made, notes=(*made.notes, note))
-    return made
+        return replace(timeline, notes=(*timeline.notes, note))
+    return timeline
 
 
-def _rule_notes(made: Timeline) -> list[str]:
+def _rule_notes(timeline: Timeline) -> list[str]:
     """Note on the ops that rules estimate, with the range of each kind; none where they take little."""
     kinds: dict[str, list[float]] = {}
-    for span, times in made.leaves():
+    for span, times in timeline.leaves():
         if span.lane == "core" and span.low is not None and span.high is not None:
             of = kinds.setdefault(span.price_source, [0.0, 0.0, 0.0])
             for at, seconds in enumerate((span.seconds, span.low, span.high)):
                 of[at] += seconds * times
-    if sum(of[0] for of in kinds.values()) <= MUCH * made.seconds:
+    if sum(of[0] for of in kinds.values()) <= MUCH * timeline.seconds:
         return []
     listed = "; ".join(
         f"{kind} {duration(seconds)} ({duration(low)} to {duration(high)})"
-        for kind, (seconds, low, high) in sorted(kinds.items(), key=lambda one: -one[1][0])
-        if seconds > MUCH * made.seconds / len(kinds)
+        for kind, (seconds, low, high) in sorted(
+            kinds.items(), key=lambda kind_times: -kind_times[1][0]
+        )
+        if seconds > MUCH * timeline.seconds / len(kinds)
     )
     return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
 
 
-def _assumed_note(made: Timeline) -> list[str]:
+def _assumed_note(timeline: Timeline) -> list[str]:
     """Note on ops and turns of which each takes an assumed time; none where they take little."""
-    if not made.assumed:
+    if not timeline.assumed:
         return []
     return [
-        f"{made.assumed / made.seconds:.0%} of the time is assumed, by no measurement: {SMALL_SECONDS * 1e6:g} us an op on few bytes and {TURN_SECONDS * 1e6:g} us a turn of a loop, such as one of gathers that run slice by slice; the range has {ASSUMED_SPREAD:g} times as much and as little"
+        f"{timeline.assumed / timeline.seconds:.0%} of the time is assumed, by no measurement: {SMALL_SECONDS * 1e6:g} us an op on few bytes and {TURN_SECONDS * 1e6:g} us a turn of a loop, such as one of gathers that run slice by slice; the range has {ASSUMED_SPREAD:g} times as much and as little"
     ]
 
 
-def _one_way(made: Timeline, names: set[str]) -> list[str]:
+def _one_way(timeline: Timeline, names: set[str]) -> list[str]:
     """Note on reduce-scatters that the core waits for: why one takes more than half an all-reduce."""
     waited = sum(
         span.seconds * times
-        for span, times in made.leaves()
+        for span, times in timeline.leaves()
         if span.lane == "core" and span.name in names
     )
-    if waited <= MUCH * made.seconds:
+    if waited <= MUCH * timeline.seconds:
         return []
     return [
-        f"{waited / made.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry or less (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+        f"{waited / timeline.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry or less (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
     ]
 
 
@@ -347,11 +349,11 @@ class _Order:
         paid = price(on.module, self.computation, instruction, on.rates, self.sparse)
         if paid is None:
             return
-        told = on.gaps.cost(self.computation, instruction)
-        if told is None and on.correction is not None:
+        given_seconds = on.gaps.cost(self.computation, instruction)
+        if given_seconds is None and on.correction is not None:
             paid = on.correction.of(paid, instruction, on.rates)
-        if told is not None:
-            paid = replace(paid, seconds=told, by=PricedBy.given, note="", missing="")
+        if given_seconds is not None:
+            paid = replace(paid, seconds=given_seconds, by=PricedBy.given, note="", missing="")
         if paid.note:
             self.on.notes[paid.note] = None
         if paid.by is PricedBy.nothing or paid.missing:
@@ -388,8 +390,8 @@ class _Order:
         **more: object,
     ) -> Span:
         """A span that begins now."""
-        made = span_of(self.on.module, self.computation, instruction, seconds, resource)
-        return replace(made, start=self.now, lane=lane, **more)
+        span = span_of(self.on.module, self.computation, instruction, seconds, resource)
+        return replace(span, start=self.now, lane=lane, **more)
 
     def loop(self, instruction: Instruction) -> None:
         count = self.on.gaps.trips(self.computation, instruction)
@@ -483,8 +485,8 @@ class _Order:
     def begin_async(self, instruction: Instruction) -> None:
         name = instruction.called("calls") or instruction.called("to_apply") or ""
         held = self.on.module.computations[name]
-        if (found := collective_in(self.on.module, held)) is not None:
-            self.collective(instruction, *found, beside=True)
+        if (collective := collective_in(self.on.module, held)) is not None:
+            self.collective(instruction, *collective, beside=True)
             return
         sparse = 'async_execution_thread="sparsecore"' in instruction.rest
         on = self.on.aside
@@ -576,9 +578,9 @@ class _Order:
     def callback(self, instruction: Instruction) -> None:
         """The host's part of a callback, while the device waits."""
         gaps = self.on.gaps
-        told = gaps.cost(self.computation, instruction)
-        if told is not None:
-            self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
+        given_seconds = gaps.cost(self.computation, instruction)
+        if given_seconds is not None:
+            self.add(instruction, given_seconds, Resource.host, priced_by=PricedBy.given)
         elif is_print(instruction):
             self.on.notes[PRINTED] = None
             ends = {"low": 0.0, "high": PRINT_MOST_SECONDS}

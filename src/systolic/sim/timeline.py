@@ -1,16 +1,77 @@
-"""Spans on resources: what a step does when, simulated or measured."""
+"""Spans on resources: what a step does when, simulated or measured.
+
+Places in the model, from the path of names that JAX gives an op.
+"""
 
 import enum
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.module import named
 from systolic.sim.calibration import Calibration, constant
 from systolic.sim.incomplete import Incomplete
-from systolic.sim.layers import layer_of
+
+_WRAPPED = re.compile(
+    r"^(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_vjp|shard_map)\((.*)\)$"
+)
+_MAIN = "jit(main)"
+"""Scope that versions of JAX before 0.7 put behind the function's own name."""
+_DROPPED = frozenset(
+    (
+        "",
+        "while",
+        "body",
+        "cond",
+        "scan",
+        "closed_call",
+        "eval_jaxpr",
+        "core_call",
+        "checkpoint",
+        "rematted_computation",
+        "remat",
+        "remat2",
+        "shard_map",
+        "pallas_call",
+        "custom_vjp_call",
+        "custom_jvp_call",
+        "jvp()",
+        "transpose(jvp())",
+        "vmap()",
+        "branch_0_fun",
+        "branch_1_fun",
+    )
+)
+
+
+@lru_cache(maxsize=65536)
+def layer_of(op_name: str) -> str:
+    """``jit(train)/transpose(jvp(attention))/while/body/dot_general`` is ``attention``."""
+    first, *others = op_name.split("/")
+    parts = [first, *(_bare(part) for part in others if part != _MAIN)]
+    named = [part for part in parts[1:-1] if part not in _DROPPED and "->" not in part]
+    return "/".join(named)
+
+
+def phase_of(op_name: str) -> str:
+    """forward, backward, recomputed or update: the part of a train step an op belongs to."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return "update"
+
+
+def _bare(part: str) -> str:
+    while wrapped := _WRAPPED.match(part):
+        part = wrapped[1]
+    return part
+
 
 ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
 ASSUMED_SHARE: float = constant("timeline.assumed_share")
@@ -159,12 +220,12 @@ class Timeline:
     @property
     def flops_by_format(self) -> dict[str, float]:
         """:attr:`executed_flops` by the format of the operands, since each has a peak of its own."""
-        found: dict[str, float] = {}
+        flops_by: dict[str, float] = {}
         for span, times in self.leaves():
             flops = (span.flops + span.vector_flops + span.padding_flops) * times
             if flops:
-                found[span.number_format] = found.get(span.number_format, 0.0) + flops
-        return found
+                flops_by[span.number_format] = flops_by.get(span.number_format, 0.0) + flops
+        return flops_by
 
     @property
     def assumed(self) -> float:

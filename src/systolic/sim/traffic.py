@@ -36,8 +36,8 @@ def plain_bytes(module: Module, computation: Computation, instruction: Instructi
     shapes = computation.operand_shapes(instruction)
     if opcode == "scatter":
         buffers = len(buffers_of(instruction))
-        given = sum(shape.bytes_in(HBM) for shape in shapes[buffers:])
-        return given + updated_bytes(module, computation, instruction)
+        read = sum(shape.bytes_in(HBM) for shape in shapes[buffers:])
+        return read + updated_bytes(module, computation, instruction)
     return float(sum(shape.bytes_in(HBM) for shape in shapes) + out.bytes_in(HBM))
 
 
@@ -67,10 +67,10 @@ def kept_operand(module: Module, fusion: Instruction, part: int) -> int | None:
     """Number of the operand in whose memory a part of a fusion's result lies; None where it has its own."""
     inner = module.callee(fusion, "calls")
     results = _results(inner)
-    made = results[part] if part < len(results) else None
-    if _stays(module, inner, fusion, part, made) is None:
+    result = results[part] if part < len(results) else None
+    if _stays(module, inner, fusion, part, result) is None:
         return None
-    origin, _, _ = _origin(module, inner, made)
+    origin, _, _ = _origin(module, inner, result)
     return int(origin.operands[0]) if origin is not None else shared_operand(fusion, part)
 
 
@@ -121,10 +121,10 @@ def _numbers(instruction: Instruction, attribute: str) -> list[int]:
 def _combines(module: Module, scatter: Instruction) -> bool:
     """Whether new values are combined with those that are there; plain ones replace them."""
     held = module.callee(scatter, "to_apply")
-    made: Instruction | None = held.root
-    while made is not None and made.opcode in ("bitcast", "copy", "convert"):
-        made = held.index.get(made.operands[0])
-    return made is None or made.opcode not in ("parameter", "tuple")
+    value: Instruction | None = held.root
+    while value is not None and value.opcode in ("bitcast", "copy", "convert"):
+        value = held.index.get(value.operands[0])
+    return value is None or value.opcode not in ("parameter", "tuple")
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _reading(
 ) -> _ReadBytes:
     """Uses of a value, or of one part of a tuple, through what renames, retiles or updates it."""
     users = _users(inner)
-    found = _ReadBytes()
+    reads = _ReadBytes()
     todo: list[tuple[Instruction, int | None]] = [(value, part)]
     seen: set[tuple[str, int | None]] = set()
     while todo:
@@ -150,7 +150,7 @@ def _reading(
             continue
         seen.add((at.name, index))
         if at.name == inner.root.name:
-            found.results.append(index or 0)
+            reads.results.append(index or 0)
         for use in users.get(at.name, ()):
             if use.opcode == "get-tuple-element":
                 if index is None or use.tuple_index == index:
@@ -162,14 +162,14 @@ def _reading(
             elif use.opcode in UPDATES and at.name in buffers_of(use):
                 todo.append((use, None))
             elif use.opcode in _SLICES and use.operands[0] == at.name:
-                found.bytes += use.shape.padded_bytes
+                reads.bytes += use.shape.padded_bytes
             elif use.opcode == "fusion":
                 more, passed = _nested(module, use, at.name, size)
-                found.bytes += more
+                reads.bytes += more
                 todo.extend((use, n if use.shape.is_tuple else None) for n in passed)
             elif use.opcode not in COLLECTIVES and use.target not in _PASSING:
-                found.bytes += size
-    return found
+                reads.bytes += size
+    return reads
 
 
 def _nested(module: Module, fusion: Instruction, name: str, size: float) -> tuple[float, list[int]]:
@@ -190,8 +190,8 @@ def _read(
     """Bytes of a fusion's operand that it reads."""
     reading = _reading(module, inner, inner.parameters[number], size)
     total = reading.bytes
-    for part, made in enumerate(_results(inner)):
-        if part in reading.results and _stays(module, inner, fusion, part, made) is None:
+    for part, result in enumerate(_results(inner)):
+        if part in reading.results and _stays(module, inner, fusion, part, result) is None:
             total += size  # handed on, but in other memory or another layout
     return min(total, size)
 
@@ -199,9 +199,9 @@ def _read(
 def _written(module: Module, inner: Computation, fusion: Instruction) -> Iterator[float]:
     """HBM bytes of each result."""
     shapes = list(fusion.shape.parts) if fusion.shape.parts is not None else [fusion.shape]
-    for part, (shape, made) in enumerate(zip(shapes, _results(inner), strict=False)):
+    for part, (shape, result) in enumerate(zip(shapes, _results(inner), strict=False)):
         here = float(shape.bytes_in(HBM))
-        updated = _stays(module, inner, fusion, part, made)
+        updated = _stays(module, inner, fusion, part, result)
         yield here if updated is None else min(here, updated)
 
 
@@ -217,13 +217,13 @@ def _stays(
     inner: Computation,
     fusion: Instruction,
     part: int,
-    made: Instruction | None,
+    result: Instruction | None,
 ) -> float | None:
     """Bytes that updates write into a result which keeps an operand's memory; None where it has its own."""
     operand = shared_operand(fusion, part)
-    if made is not None and (made.opcode in COLLECTIVES or made.target in _PASSING):
+    if result is not None and (result.opcode in COLLECTIVES or result.target in _PASSING):
         return None if operand is None else 0.0  # the collective's own transfer fills it
-    origin, moved, updated = _origin(module, inner, made)
+    origin, moved, updated = _origin(module, inner, result)
     if origin is None or (updated is None and operand is None):
         return None
     if operand is not None and int(origin.operands[0]) != operand:
@@ -235,30 +235,30 @@ def _stays(
 
 
 def _origin(
-    module: Module, inner: Computation, made: Instruction | None
+    module: Module, inner: Computation, value: Instruction | None
 ) -> tuple[Instruction | None, bool, float | None]:
     """The parameter that a value is, whether it was copied on the way, and the bytes that updates of it move.
 
     The bytes are None where nothing updates it.
     """
     moved, updated = False, None
-    while made is not None and made.opcode != "parameter":
-        if made.opcode in UPDATES:
-            updated = (updated or 0.0) + updated_bytes(module, inner, made)
-        elif made.opcode == "fusion" and not made.shape.is_tuple:
-            held = module.callee(made, "calls")
+    while value is not None and value.opcode != "parameter":
+        if value.opcode in UPDATES:
+            updated = (updated or 0.0) + updated_bytes(module, inner, value)
+        elif value.opcode == "fusion" and not value.shape.is_tuple:
+            held = module.callee(value, "calls")
             within, copied, more = _origin(module, held, held.root)
             if within is None or not within.operands:
                 return None, moved, updated
             moved = moved or copied
             updated = updated if more is None else (updated or 0.0) + more
-            made = inner.index.get(made.operands[int(within.operands[0])])
+            value = inner.index.get(value.operands[int(within.operands[0])])
             continue
-        elif made.opcode not in _RENAMES:
+        elif value.opcode not in _RENAMES:
             return None, moved, updated
-        moved = moved or made.opcode == "copy"
-        made = inner.index.get(made.operands[0])
-    return made, moved, updated
+        moved = moved or value.opcode == "copy"
+        value = inner.index.get(value.operands[0])
+    return value, moved, updated
 
 
 def _users(inner: Computation) -> dict[str, list[Instruction]]:

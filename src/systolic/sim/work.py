@@ -50,8 +50,8 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     """FLOPs and HBM bytes; a fusion's are those of what it holds."""
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        found = _matmuls(module, inner)
-        return replace(found, bytes=fusion_bytes(module, computation, instruction, inner))
+        matmuls = _matmuls(module, inner)
+        return replace(matmuls, bytes=fusion_bytes(module, computation, instruction, inner))
     if instruction.opcode in ("convolution", "dot"):
         shapes = computation.operand_shapes(instruction)
         moved = plain_bytes(module, computation, instruction)
@@ -67,8 +67,8 @@ PASSES = {"highest": 6.0, "high": 3.0}
 def _passes(instruction: Instruction, dtype: str) -> float:
     if dtype != "f32":
         return 1.0
-    asked = instruction.attribute("operand_precision") or "{}"
-    return max(PASSES.get(word.strip(), 1.0) for word in asked.strip("{}").split(","))
+    precisions = instruction.attribute("operand_precision") or "{}"
+    return max(PASSES.get(word.strip(), 1.0) for word in precisions.strip("{}").split(","))
 
 
 def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
@@ -156,10 +156,10 @@ def _summed(computation: Computation, instruction: Instruction) -> float:
     """
     if instruction.opcode != "reduce" or not instruction.op_name.endswith("/dot_general"):
         return 0.0
-    made = computation.index.get(instruction.operands[0])
-    while made is not None and made.opcode in _RELAYED:
-        made = computation.index.get(made.operands[0])
-    return 0.0 if made is None or made.opcode != "multiply" else 2.0 * made.shape.elements
+    product = computation.index.get(instruction.operands[0])
+    while product is not None and product.opcode in _RELAYED:
+        product = computation.index.get(product.operands[0])
+    return 0.0 if product is None or product.opcode != "multiply" else 2.0 * product.shape.elements
 
 
 def _multiply(instruction: Instruction, operands: list[Shape], *, padded: bool = False) -> float:
@@ -219,7 +219,7 @@ def _positions(
     common = math.gcd(stride, base)
     every = base // common
     inverse = pow(stride // common, -1, every)
-    found = 0
+    pairs = 0
     for at in range(window):
         offset = at * dilate - low
         if offset % common:
@@ -228,8 +228,8 @@ def _positions(
         first = max(-(offset // stride), 0)
         last = min((dilated - 1 - offset) // stride, out_size - 1)
         first += (-offset // common * inverse - first) % every
-        found += max((last - first) // every + 1, 0)
-    return found
+        pairs += max((last - first) // every + 1, 0)
+    return pairs
 
 
 _SIZE = re.compile(r"size=([\dx]+)")
@@ -238,17 +238,17 @@ _INT = re.compile(r"\d+")
 
 def window_sizes(instruction: Instruction) -> list[int]:
     """Elements of a reduction's window along each dim; empty where it has none."""
-    found = _SIZE.search(instruction.attribute("window") or "")
-    return [int(size) for size in found[1].split("x")] if found else []
+    window = _SIZE.search(instruction.attribute("window") or "")
+    return [int(size) for size in window[1].split("x")] if window else []
 
 
-def slice_sizes(addressed: Instruction, operand: Sequence[int], made: Sequence[int]) -> list[int]:
+def slice_sizes(addressed: Instruction, operand: Sequence[int], result: Sequence[int]) -> list[int]:
     """Elements along each dim of the operand that one index of a gather or a scatter addresses.
 
     Args:
         addressed: The gather or the scatter.
         operand: Dims of what is read or updated.
-        made: Dims of a gather's result, or of a scatter's updates.
+        result: Dims of a gather's result, or of a scatter's updates.
     """
     if addressed.opcode == "gather":
         sizes = numbers(addressed, "slice_sizes")
@@ -257,7 +257,7 @@ def slice_sizes(addressed: Instruction, operand: Sequence[int], made: Sequence[i
         *numbers(addressed, "inserted_window_dims"),
         *numbers(addressed, "input_batching_dims"),
     }
-    left = iter([made[dim] for dim in numbers(addressed, "update_window_dims")])
+    left = iter([result[dim] for dim in numbers(addressed, "update_window_dims")])
     return [1 if dim in single else next(left, 1) for dim in range(len(operand))]
 
 

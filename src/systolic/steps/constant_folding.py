@@ -81,8 +81,8 @@ class FoldedProgram:
 
     def __call__(self, constants: Sequence[jax.Array], batch: Any) -> Any:
         """The function's outputs."""
-        made = jax.core.eval_jaxpr(self._late, [], *constants, *jax.tree.leaves(batch))
-        return jax.tree.unflatten(self._shape, made)
+        outputs = jax.core.eval_jaxpr(self._late, [], *constants, *jax.tree.leaves(batch))
+        return jax.tree.unflatten(self._shape, outputs)
 
 
 def _of_weights(equation: Any, known: set[Any]) -> bool:
@@ -95,7 +95,7 @@ def _of_weights(equation: Any, known: set[Any]) -> bool:
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [one for one in atoms if not isinstance(one, jax.extend.core.Literal)]
+    return [atom for atom in atoms if not isinstance(atom, jax.extend.core.Literal)]
 
 
 def _values(jaxpr: Any) -> Iterator[Any]:

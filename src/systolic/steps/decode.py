@@ -147,18 +147,18 @@ class Decode:
         """Paths of the matrices that are stored in int8, with the dims that their products sum over."""
         if self.served.weights is not ServedWeights.int8:
             return {}
-        found: dict[str, tuple[int, ...]] = {}
+        summed: dict[str, tuple[int, ...]] = {}
         names = {*self.steps.job.model.adaptable(), *EXPERT_MATRICES}
         for path, axes in self.steps.network.axes.items():
             if axes is None or path.rpartition("/")[2] not in names:
                 continue
             outer = [dim for dim, name in enumerate(axes) if name in (*STACKED, EXPERTS)]
             if EXPERTS in axes:
-                found[path] = (len(axes) - 2,)
+                summed[path] = (len(axes) - 2,)
             elif len(axes) - len(outer) > 1:
                 first = len(outer)
-                found[path] = tuple(range(first, first + num_inputs(axes[first:])))
-        return found
+                summed[path] = tuple(range(first, first + num_inputs(axes[first:])))
+        return summed
 
     def abstract_state(self, size: int, capacity: int) -> DecodeState:
         """The state of ``size`` sequences as ShapeDtypeStructs with shardings.
@@ -251,7 +251,7 @@ class Decode:
     ) -> tuple[DecodeState, jax.Array]:
         """The next ``count`` (static) tokens int32[batch, count], the state's token first."""
 
-        def one(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
+        def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
             module = self._module(params, model_state)
             logits, cache = module.extend(state.token, state.cache)
             key, use = jax.random.split(state.key)
@@ -259,7 +259,7 @@ class Decode:
                 token=pick(logits, use, self.sampling), key=key, cache=cache
             ), state.token
 
-        state, tokens = jax.lax.scan(one, state, None, length=count)
+        state, tokens = jax.lax.scan(step, state, None, length=count)
         return state, tokens.T
 
     def _module(self, params: Arrays, model_state: Arrays) -> Any:

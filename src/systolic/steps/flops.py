@@ -40,12 +40,12 @@ def _equation(equation: Any) -> float:
 
 
 def _nested(params: dict[str, Any]) -> list[Any]:
-    found = []
+    jaxprs = []
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (ClosedJaxpr, Jaxpr)):
-                found.append(item)
-    return found
+                jaxprs.append(item)
+    return jaxprs
 
 
 def _dot(equation: Any) -> float:

@@ -42,14 +42,14 @@ def longest_by_files(model: Decoder, positions: int) -> int | None:
     return _rotary_context(positions, model.rope_scaling)
 
 
-def check_length(model: Decoder, longest: int | None, tokens: int, told: str, give: str) -> None:
+def check_length(model: Decoder, longest: int | None, tokens: int, option: str, give: str) -> None:
     """Refuses a text that is longer than a model takes, here and in what is planned for a server.
 
     Args:
         model: The model.
         longest: Tokens of its longest text; None for no limit.
         tokens: Of the text, prompt and answer together.
-        told: Which options say so, with the verb.
+        option: Which options say so, with the verb.
         give: What to give in their place, to follow by the number.
 
     Raises:
@@ -58,7 +58,7 @@ def check_length(model: Decoder, longest: int | None, tokens: int, told: str, gi
     if longest is not None and tokens > longest:
         has = "has positions for" if model.learned_positions else "was made for texts of"
         raise OptionError(
-            f"{told} {tokens} and the model {has} {longest} tokens; give {give} {longest} or less"
+            f"{option} {tokens} and the model {has} {longest} tokens; give {give} {longest} or less"
         )
 
 

@@ -67,10 +67,10 @@ def _refuse_silent_fallback(platform: str) -> None:
     """Refuses a CPU run on a machine with an accelerator, unless JAX_PLATFORMS requests it."""
     if platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         return
-    found = [
+    accelerators = [
         path for path in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0") if os.path.exists(path)
     ]
-    if found:
+    if accelerators:
         raise RunError(
-            f"{found[0]} is an accelerator but JAX fell back to the CPU; run systolic doctor, or set JAX_PLATFORMS=cpu to train on the CPU"
+            f"{accelerators[0]} is an accelerator but JAX fell back to the CPU; run systolic doctor, or set JAX_PLATFORMS=cpu to train on the CPU"
         )

@@ -52,7 +52,10 @@ def place(
     inner = [size // ways for size, ways in zip(sizes, outer, strict=True)]
     if placement is Placement.blocks:
         slices = sorted({slice_of(device) for device in devices})
-        parts = [blocks(inner, [d for d in devices if slice_of(d) == one]) for one in slices]
+        parts = [
+            blocks(inner, [d for d in devices if slice_of(d) == slice_number])
+            for slice_number in slices
+        ]
         crossing = max(range(len(outer)), key=lambda axis: outer[axis])
         return np.concatenate(parts, axis=crossing)
     if math.prod(outer) > 1:
@@ -89,13 +92,13 @@ def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 def _primes(number: int) -> list[int]:
     """Prime factors, largest first."""
-    found, divisor = [], 2
+    primes, divisor = [], 2
     while number > 1:
         while number % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             number //= divisor
         divisor += 1
-    return found[::-1]
+    return primes[::-1]
 
 
 def slice_of(device: jax.Device) -> int:

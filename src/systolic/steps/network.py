@@ -46,20 +46,20 @@ class ModelStructure:
             evaluation, *_ = nnx.split(module, nnx.Param, ...)
             module.train()
             graph, params, model_state = nnx.split(module, nnx.Param, ...)
-            found.append((graph, evaluation))
+            graphs.append((graph, evaluation))
             return params, model_state
 
-        found: list[Any] = []
+        graphs: list[Any] = []
         params, model_state = jax.eval_shape(split)
         self.rounded: Mapping[str, tuple[tuple[int, ...], MatrixFormat]] = {}
         """Matrices that are rounded before each use: dims that products sum over, and formats."""
-        self._graphs = dict(zip((True, False), found[0], strict=True))
+        self._graphs = dict(zip((True, False), graphs[0], strict=True))
         self._params, self._model_state = _flat(params), _flat(model_state)
         self.params = {path: _shape(variable) for path, variable in self._params.items()}
         self.model_state = {path: _shape(variable) for path, variable in self._model_state.items()}
         self.axes = {path: _axes(variable) for path, variable in self._params.items()}
         if target.weight_format and not (self.adapter or self.quantization):
-            shapes = {path: one.shape for path, one in self.params.items()}
+            shapes = {path: param.shape for path, param in self.params.items()}
             self.rounded = formats_of_all(model, shapes, self.axes, target.weight_format)
         self.frozen = {
             path: _axes(slot)
@@ -102,12 +102,12 @@ class ModelStructure:
         """Float parameters in the target's compute dtype, those of :attr:`rounded` as their codes have them."""
         dtype = jnp.dtype(self.target.dtype)
 
-        def one(path: str, p: jax.Array) -> jax.Array:
+        def cast_param(path: str, p: jax.Array) -> jax.Array:
             if path in self.rounded:
                 return fake_quantized(p, *self.rounded[path], dtype)
             return p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
 
-        return {path: one(path, p) for path, p in params.items()}
+        return {path: cast_param(path, p) for path, p in params.items()}
 
     def _module(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):

@@ -117,8 +117,8 @@ def build(
                 optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *sized, decay, descend
             )
         case OptimizerKind.muon:
-            made = _muon(value, (b1, b2), learning_rate, axes, rates)
-            return optax.chain(made, *sized) if sized else made
+            update_rule = _muon(value, (b1, b2), learning_rate, axes, rates)
+            return optax.chain(update_rule, *sized) if sized else update_rule
 
 
 def scaled_updates(factors: Mapping[str, float]) -> list[optax.GradientTransformation]:

@@ -187,18 +187,18 @@ class PagedSteps:
         """Abstract weights, and the share of each that a step of so many tokens reads: no rows of an embedding that is no output matrix, and of a mixture the experts that its tokens choose, each by chance."""
         config: Any = self.steps.job.model
         placed = self.placed_weights
-        found: list[tuple[Any, float]] = []
+        shares: list[tuple[Any, float]] = []
         untied = any(path.startswith("unembedding") for path in placed.ends)
         for path, array in placed.ends.items():
             looked_up = untied and path.startswith("embedding")
-            found.append((array, 0.0 if looked_up else 1.0))
+            shares.append((array, 0.0 if looked_up else 1.0))
         chosen = 1 - (1 - config.experts_per_token / max(config.experts, 1)) ** tokens
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
                 expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
                 routed = expert and len(variable.get_value().shape) == 3
-                found.append((variable.get_value(), chosen if routed else 1.0))
-        return found
+                shares.append((variable.get_value(), chosen if routed else 1.0))
+        return shares
 
     def empty_pages(self, count: int) -> list[Any]:
         """So many pages of each layer, of zeros."""
@@ -217,7 +217,7 @@ class PagedSteps:
         rest = paged_sharding.in_order(self.steps, kept.model_state)
         module = self._module(params, rest)
         every = {**params, **rest}
-        ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
+        ends = {path: sharding for path, sharding in every.items() if not path.startswith(BLOCKS)}
         return ServingWeights(ends, layers_of(module)[1])
 
     @property
@@ -249,7 +249,7 @@ class PagedSteps:
         weights: ServingWeights,
         pages: list[Any],
         latest: jax.Array,
-        asked: StepInput,
+        step_input: StepInput,
         chunk: tuple[int, int],
     ) -> tuple[jax.Array, list[Any]]:
         """Reads tokens: logits f32[texts, vocab] after the last of each text, and the pages with the tokens in them.
@@ -258,12 +258,12 @@ class PagedSteps:
             weights: See :meth:`weights`.
             pages: Of each layer; donated.
             latest: int32[slots]: the last token of each slot.
-            asked: What to read.
+            step_input: What to read.
             chunk: Parts of prompts, and tokens of each; static.
         """
-        hidden, pages = self._hidden(weights, pages, latest, asked, chunk)
-        rows = asked.slots.shape[0]
-        ends = rows + jnp.arange(chunk[0]) * chunk[1] + jnp.maximum(asked.count[rows:] - 1, 0)
+        hidden, pages = self._hidden(weights, pages, latest, step_input, chunk)
+        rows = step_input.slots.shape[0]
+        ends = rows + jnp.arange(chunk[0]) * chunk[1] + jnp.maximum(step_input.count[rows:] - 1, 0)
         last = jnp.concatenate([jnp.arange(rows), ends]).astype(jnp.int32)
         module = self._ends(weights)
         return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), pages
@@ -273,7 +273,7 @@ class PagedSteps:
         weights: ServingWeights,
         pages: list[Any],
         latest: jax.Array,
-        asked: StepInput,
+        step_input: StepInput,
         chunk: tuple[int, int],
         following: jax.Array,
     ) -> tuple[jax.Array, ChosenTokens, list[Any]]:
@@ -282,31 +282,33 @@ class PagedSteps:
         Args:
             following: int32[tokens].
         """
-        hidden, pages = self._hidden(weights, pages, latest, asked, chunk)
+        hidden, pages = self._hidden(weights, pages, latest, step_input, chunk)
         module = self._ends(weights)
 
-        def one(given: tuple[jax.Array, jax.Array]) -> ChosenTokens:
-            return score(module.logits(given[0][:, None])[:, 0].astype(jnp.float32), given[1])
+        def scored(part: tuple[jax.Array, jax.Array]) -> ChosenTokens:
+            return score(module.logits(part[0][:, None])[:, 0].astype(jnp.float32), part[1])
 
         # Some at a time: the logits of a whole part would be the largest array of the program.
         block = math.gcd(hidden.shape[0], SCORED)
         split = (hidden.reshape(-1, block, hidden.shape[1]), following.reshape(-1, block))
-        found = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), jax.lax.map(one, split))
-        last = jnp.maximum(asked.count - 1, 0)
-        return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), found, pages
+        tokens = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), jax.lax.map(scored, split))
+        last = jnp.maximum(step_input.count - 1, 0)
+        return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), tokens, pages
 
     def _hidden(
         self,
         weights: ServingWeights,
         pages: list[Any],
         latest: jax.Array,
-        asked: StepInput,
+        step_input: StepInput,
         chunk: tuple[int, int],
     ) -> tuple[jax.Array, list[Any]]:
-        rows = asked.slots.shape[0]
-        kept = jnp.where(asked.slots >= 0, latest[asked.slots], asked.tokens[:rows])
-        tokens = jnp.concatenate([kept, asked.tokens[rows:]])
-        reading = Reading(tokens, asked.recent, asked.start, asked.count, asked.table)
+        rows = step_input.slots.shape[0]
+        kept = jnp.where(step_input.slots >= 0, latest[step_input.slots], step_input.tokens[:rows])
+        tokens = jnp.concatenate([kept, step_input.tokens[rows:]])
+        reading = Reading(
+            tokens, step_input.recent, step_input.start, step_input.count, step_input.table
+        )
         layers = list(zip(self._layers, weights.layers, strict=True))
         return read(self._ends(weights), layers, reading, pages, chunk, self.cache)
 
@@ -348,7 +350,7 @@ class ApartDecode:
         assert isinstance(module, DecoderModule)
         self._layers, states = layers_of(module)
         every = {**params, **model_state}
-        ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
+        ends = {path: array for path, array in every.items() if not path.startswith(BLOCKS)}
         return ServingWeights(ends, states)
 
     def placed_weights(self) -> ServingWeights:

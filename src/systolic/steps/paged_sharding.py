@@ -150,7 +150,7 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
         )
     times = ours.kv_heads // model.kv_heads
 
-    def one(path: str, array: jax.Array) -> jax.Array:
+    def copied(path: str, array: jax.Array) -> jax.Array:
         block, _, name = plain_path(path).rpartition("/")
         # Factors of a matrix's inputs are those of all heads.
         if path.endswith(f"/{name}/{INPUTS}"):
@@ -162,4 +162,4 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
             return jnp.repeat(split, times, axis=-2).reshape(*array.shape[:-1], -1)
         return array
 
-    return {path: one(path, array) for path, array in arrays.items()}
+    return {path: copied(path, array) for path, array in arrays.items()}

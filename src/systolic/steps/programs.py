@@ -69,14 +69,14 @@ def jit_paged(paged: PagedSteps, shape: StepShape) -> Any:
     """A step of an engine, jitted: (weights, pages, latest, packed input) -> (logits, pages); the pages are donated."""
 
     def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
-        asked = StepInput.unpacked(packed, shape, paged.history)
-        return paged.read(weights, pages, latest, asked, (shape.chunks, shape.length))
+        step_input = StepInput.unpacked(packed, shape, paged.history)
+        return paged.read(weights, pages, latest, step_input, (shape.chunks, shape.length))
 
-    made = (paged.placed_logits(shape.texts), paged.placed_pages(1))
+    outputs = (paged.placed_logits(shape.texts), paged.placed_pages(1))
     return jax.jit(
         read,
         donate_argnums=1,
-        out_shardings=jax.tree.map(lambda a: a.sharding, made),
+        out_shardings=jax.tree.map(lambda a: a.sharding, outputs),
         compiler_options=paged.steps.target.compiler_options,
     )
 
@@ -100,17 +100,17 @@ def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Gener
     Raises:
         RunError: the model does not generate text.
     """
-    made = steps.generations.get((sampling, rows))
-    if made is None:
+    programs = steps.generations.get((sampling, rows))
+    if programs is None:
         decode = Decode(steps, sampling)
-        made = Generation(
+        programs = Generation(
             decode=decode,
             weights=jit_weights(decode),
             prefill=jit_prefill(decode, rows),
             step=jit_decode(decode, rows),
         )
-        steps.generations[sampling, rows] = made
-    return made
+        steps.generations[sampling, rows] = programs
+    return programs
 
 
 def _places(decode: Decode, size: int) -> Any:
@@ -128,22 +128,22 @@ def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[],
 
     An abandoned compile continues in its thread, since nothing can interrupt it.
     """
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def work() -> None:
         try:
-            found.append(lowered.compile(compiler_options=options))
+            outcome.append(lowered.compile(compiler_options=options))
         except Exception as error:  # raised again below
-            found.append(error)
+            outcome.append(error)
 
     thread = start_native("compile", work)
     while thread.is_alive():
         if stop():
             return None
         thread.join(POLL_SECONDS)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def compiler_cache(folder: str) -> None:

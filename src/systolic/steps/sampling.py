@@ -134,10 +134,10 @@ def _likeliest(logits: jax.Array) -> jax.Array:
 def _uniform(draw: Draw) -> jax.Array:
     """f32[rows] in [0, 1), by seed and number."""
 
-    def one(seed: jax.Array, number: jax.Array) -> jax.Array:
+    def uniform(seed: jax.Array, number: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), number))
 
-    return jax.vmap(one)(draw.seed, draw.number)
+    return jax.vmap(uniform)(draw.seed, draw.number)
 
 
 def _inverse(shares: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -170,9 +170,9 @@ def _penalised(logits: jax.Array, cuts: Cuts) -> jax.Array:
     biased = jnp.where(cuts.biased >= 0, cuts.biased, vocab)
     logits = logits.at[each, biased].add(cuts.bias, mode="drop")
     place = jnp.where(cuts.text >= 0, cuts.text, vocab)
-    made = jnp.where(jnp.arange(cuts.text.shape[1]) >= cuts.prompt[:, None], place, vocab)
+    written = jnp.where(jnp.arange(cuts.text.shape[1]) >= cuts.prompt[:, None], place, vocab)
     seen = jnp.zeros((rows, vocab), bool).at[each, place].set(True, mode="drop")
-    counts = jnp.zeros((rows, vocab)).at[each, made].add(1.0, mode="drop")
+    counts = jnp.zeros((rows, vocab)).at[each, written].add(1.0, mode="drop")
     factor = cuts.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
     # A factor near 0 makes the quotient infinite, whose difference from itself is no number.
@@ -211,9 +211,9 @@ def _threshold(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Ar
     Found bit by bit: 32 sums over the vocabulary cost less than sorting it.
     """
 
-    def bit(number: jax.Array, found: jax.Array) -> jax.Array:
-        tried = found | (jnp.uint32(1) << (31 - number).astype(jnp.uint32))
+    def bit(number: jax.Array, bits: jax.Array) -> jax.Array:
+        tried = bits | (jnp.uint32(1) << (31 - number).astype(jnp.uint32))
         total = jnp.sum(jnp.where(keys >= tried[:, None], weights, 0.0), axis=-1)
-        return jnp.where(total >= wanted, tried, found)
+        return jnp.where(total >= wanted, tried, bits)
 
     return jax.lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))

@@ -97,7 +97,7 @@ class DeviceShares:
 
 
 def share(
-    asked: ServingLayout,
+    layout: ServingLayout,
     devices: int,
     config: Decoder,
     need: Callable[[int], EngineNeed],
@@ -105,7 +105,7 @@ def share(
     """Devices of each engine of a model.
 
     Args:
-        asked: What was asked for.
+        layout: Devices of the axes, as asked for.
         devices: Of this machine.
         config: The model.
         need: Memory of an engine by the size of its tensor axis.
@@ -113,28 +113,28 @@ def share(
     Raises:
         LayoutError: there are too few devices, or the axes do not divide the model.
     """
-    least = math.prod(max(size, 1) for size in (asked.data, asked.tensor, asked.expert))
+    least = math.prod(max(size, 1) for size in (layout.data, layout.tensor, layout.expert))
     if least > devices:
-        axes = [f"layout.{name} {size}" for name, size in _sizes(asked) if size > 1]
+        axes = [f"layout.{name} {size}" for name, size in _sizes(layout) if size > 1]
         have = f"{devices} devices are" if devices > 1 else "1 device is"
         raise LayoutError(f"{' x '.join(axes)} needs {least} devices and {have} here; give less")
-    tensor, reason = asked.tensor, "as asked for"
+    tensor, reason = layout.tensor, "as asked for"
     if tensor == -1:
-        room = devices // (max(asked.data, 1) * asked.expert)
-        tensor, reason = _tensor(room, asked, config, need)
-    check_served(config, Layout(data=1, fsdp=1, tensor=tensor, expert=asked.expert))
-    engines = devices // (tensor * asked.expert) if asked.data == -1 else asked.data
+        room = devices // (max(layout.data, 1) * layout.expert)
+        tensor, reason = _tensor(room, layout, config, need)
+    check_served(config, Layout(data=1, fsdp=1, tensor=tensor, expert=layout.expert))
+    engines = devices // (tensor * layout.expert) if layout.data == -1 else layout.data
     return DeviceShares(
-        devices=devices, engines=engines, tensor=tensor, expert=asked.expert, reason=reason
+        devices=devices, engines=engines, tensor=tensor, expert=layout.expert, reason=reason
     )
 
 
-def _sizes(asked: ServingLayout) -> list[tuple[str, int]]:
-    return [("data", asked.data), ("tensor", asked.tensor), ("expert", asked.expert)]
+def _sizes(layout: ServingLayout) -> list[tuple[str, int]]:
+    return [("data", layout.data), ("tensor", layout.tensor), ("expert", layout.expert)]
 
 
 def _tensor(
-    room: int, asked: ServingLayout, config: Decoder, need: Callable[[int], EngineNeed]
+    room: int, layout: ServingLayout, config: Decoder, need: Callable[[int], EngineNeed]
 ) -> tuple[int, str]:
     """The tensor axis of those that hold a model, at most ``room``, that leaves the fewest devices idle, and of these the smallest; the largest where none holds it."""
     if room == 1:
@@ -142,7 +142,7 @@ def _tensor(
     needs: dict[int, EngineNeed] = {}
     for ways in range(1, room + 1):
         try:
-            check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=asked.expert))
+            check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=layout.expert))
         except LayoutError:
             continue
         needs[ways] = need(ways)
@@ -153,15 +153,15 @@ def _tensor(
             1,
             "",
         )  # The expert axis does not divide the model, which is refused with the sizes that do.
-    holding = [ways for ways, found in needs.items() if found.fits]
+    holding = [ways for ways, engine_need in needs.items() if engine_need.fits]
     why = f"{_of(needs[1])} do not fit on one device"
     if not holding:
         return max(needs), f"{why}; {max(needs)} is the most that divides it"
     least = holding[0]
     # Engines that were counted leave idle what they leave.
-    chosen = min(holding, key=lambda ways: (room % ways if asked.data == -1 else 0, ways))
-    told = f"{why}, {_of(needs[least])} fit on {least}"
-    return chosen, told if chosen == least else f"{told}, and {chosen} leave fewer devices idle"
+    chosen = min(holding, key=lambda ways: (room % ways if layout.data == -1 else 0, ways))
+    reason = f"{why}, {_of(needs[least])} fit on {least}"
+    return chosen, reason if chosen == least else f"{reason}, and {chosen} leave fewer devices idle"
 
 
 def _of(need: EngineNeed) -> str:

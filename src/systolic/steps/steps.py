@@ -55,7 +55,7 @@ def shapes_named(
     except KeyError as error:
         name, users = (
             error.args[0],
-            [one for one in _frames(error.__traceback__) if _is_users(one[0])],
+            [frame for frame in _frames(error.__traceback__) if _is_users(frame[0])],
         )
         if not users or not isinstance(name, str) or name in batch:
             raise
@@ -64,7 +64,7 @@ def shapes_named(
             f"there is no array {name!r} in a batch{_at(*users[-1])}{nearest(name, held)}; the data has {', '.join(held)}"
         ) from error
     except (TypeError, ValueError) as error:
-        own = any(not type(one).__module__.startswith("systolic.") for one in (model, task))
+        own = any(not type(part).__module__.startswith("systolic.") for part in (model, task))
         if not own or not ABOUT_SHAPES.search(str(error)):
             raise
         raise OptionError(_told(error, module, model, task)) from error
@@ -73,23 +73,27 @@ def shapes_named(
 def _told(error: Exception, root: nnx.Module, model: object, task: object) -> str:
     frames = _frames(error.__traceback__)
     reason = " ".join((str(error).splitlines() or [type(error).__name__])[0].split()).rstrip(".")
-    users = [one for one in frames if _is_users(one[0])]
+    users = [frame for frame in frames if _is_users(frame[0])]
     at = _at(*users[-1]) if users else ""
     inner = [frame for frame, _ in frames if isinstance(frame.f_locals.get("self"), nnx.Module)]
     if not inner:
-        given = _arrays(users[-1][0].f_locals) if users else ""
-        return f"the task {type(task).__name__} fails{at} with shapes that do not fit{given and f' ({given})'}: {reason}"
+        shapes = _arrays(users[-1][0].f_locals) if users else ""
+        return f"the task {type(task).__name__} fails{at} with shapes that do not fit{shapes and f' ({shapes})'}: {reason}"
     module = inner[-1].f_locals["self"]
     names = inner[-1].f_code.co_varnames[1 : inner[-1].f_code.co_argcount]
     inputs = _arrays({name: inner[-1].f_locals.get(name) for name in names})
     if not inputs:
         inputs = _arrays(inner[-1].f_locals)
-    weights = _arrays({name: _value(one) for name, one in vars(module).items()})
+    weights = _arrays({name: _value(parameter) for name, parameter in vars(module).items()})
     path = _path(root, module)
     where = f"{path} ({type(module).__name__})" if path else type(module).__name__
-    told = f"the model {type(model).__name__} fails in {where}{at}"
+    failure = f"the model {type(model).__name__} fails in {where}{at}"
     parts = [*([f"input {inputs}"] if inputs else []), *([f"weights {weights}"] if weights else [])]
-    return f"{told}: {' and '.join(parts)} do not fit ({reason})" if parts else f"{told}: {reason}"
+    return (
+        f"{failure}: {' and '.join(parts)} do not fit ({reason})"
+        if parts
+        else f"{failure}: {reason}"
+    )
 
 
 def _at(frame: FrameType, number: int) -> str:
@@ -97,11 +101,11 @@ def _at(frame: FrameType, number: int) -> str:
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _is_users(frame: FrameType) -> bool:
@@ -112,24 +116,24 @@ def _is_users(frame: FrameType) -> bool:
 
 def _path(root: nnx.Module, module: nnx.Module) -> str:
     """Path of a module in the model: ``blocks.0.hidden``; "" for the model itself, or one that was made while it ran."""
-    for path, one in nnx.iter_modules(root):
-        if one is module:
+    for path, submodule in nnx.iter_modules(root):
+        if submodule is module:
             return ".".join(map(str, path))
     return ""
 
 
-def _value(one: Any) -> Any:
-    return one.get_value() if isinstance(one, nnx.Variable) else None
+def _value(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else None
 
 
 def _arrays(values: Mapping[str, Any]) -> str:
     """Arrays by name: ``x float32[32, 13]``."""
-    found = [
+    arrays = [
         f"{name} {value.dtype}{list(value.shape)}"
         for name, value in values.items()
         if isinstance(value, jax.Array | np.ndarray)
     ]
-    return ", ".join(found[:SHOWN])
+    return ", ".join(arrays[:SHOWN])
 
 
 Batch = Mapping[str, jax.Array]
@@ -369,8 +373,8 @@ class StepFunctions:
         wide: Any = bf16_state.widened(state.optimizer)
         assert state.rates is not None
         rule = self._rule(state.rates)
-        made: Any = rule.update(gradients, wide, bf16_state.widened(state.params))
-        return made[0], bf16_state.narrowed(made[1], state.optimizer, _salt(state, 0))
+        updated: Any = rule.update(gradients, wide, bf16_state.widened(state.params))
+        return updated[0], bf16_state.narrowed(updated[1], state.optimizer, _salt(state, 0))
 
     def learning_rate(self, state: TrainState) -> jax.Array:
         """f32[]: the learning rate of the next update."""
@@ -438,7 +442,7 @@ class StepFunctions:
             (_, (sums, moving)), gradients = gradient(at, begun, batch)
             return jax.tree.map(lambda g: g.astype(dtype), gradients), {**moving, **frozen}, sums
 
-        def one(carry: Any, part: Batch) -> tuple[Any, None]:
+        def accumulate(carry: Any, part: Batch) -> tuple[Any, None]:
             total, model_state, sums = carry
             (_, (more, model_state)), gradients = gradient(at, model_state, part)
             return (
@@ -452,7 +456,7 @@ class StepFunctions:
         _, (shape, _) = jax.eval_shape(loss, at, begun, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), begun, zeros)
-        (gradients, moving, sums), _ = jax.lax.scan(one, start, parts)
+        (gradients, moving, sums), _ = jax.lax.scan(accumulate, start, parts)
         return gradients, {**moving, **frozen}, sums
 
     def parts(self, batch: Batch, count: int) -> dict[str, jax.Array]:

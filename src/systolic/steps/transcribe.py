@@ -97,11 +97,11 @@ class Transcribe:
             log_next=log_start,
             cache=cache,
         )
-        made = jax.lax.while_loop(going, write, begun)
+        texts = jax.lax.while_loop(going, write, begun)
         # Digital silence has one value everywhere, and a model writes a short word for it.
         empty = jnp.ptp(features, axis=(1, 2)) == 0
-        unlikely = made.likely < writing.likely * made.length
-        return jnp.where((empty | silence & unlikely)[:, None], writing.end, made.tokens)
+        unlikely = texts.likely < writing.likely * texts.length
+        return jnp.where((empty | silence & unlikely)[:, None], writing.end, texts.tokens)
 
     def _heard(
         self, module: Any, prompt: jax.Array, encoded: jax.Array
@@ -120,9 +120,9 @@ class Transcribe:
 
 def _barred(vocab: int, tokens: tuple[int, ...]) -> np.ndarray:
     """f32[vocab]: minus infinity for some tokens, 0 for the others."""
-    made = np.zeros(vocab, np.float32)
-    made[list(tokens)] = -np.inf
-    return made
+    mask = np.zeros(vocab, np.float32)
+    mask[list(tokens)] = -np.inf
+    return mask
 
 
 def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -39,10 +39,10 @@ def input_moments(
         DataError: the split is empty.
     """
     with closing(evaluation(job, steps, split)) as feed:
-        found = watched(steps, weights, shapes, itertools.islice(feed, batches), jnp.add)
-    if found is None:
+        moments = watched(steps, weights, shapes, itertools.islice(feed, batches), jnp.add)
+    if moments is None:
         raise DataError(f"the {split.value} split of {job.name} is empty; give other data")
-    return found
+    return moments
 
 
 def largest_inputs(
@@ -59,8 +59,8 @@ def largest_inputs(
         shapes: Path to [inputs], after the number of layers where matrices are stacked.
         batches: Examples as the job's data has them.
     """
-    found = watched(steps, weights, shapes, batches, jnp.maximum)
-    return {path: np.zeros(shape) for path, shape in shapes.items()} if found is None else found
+    largest = watched(steps, weights, shapes, batches, jnp.maximum)
+    return {path: np.zeros(shape) for path, shape in shapes.items()} if largest is None else largest
 
 
 def watched(
@@ -79,7 +79,7 @@ def watched(
         return _sum_of_outputs(task, module, batch)
 
     program = jax.jit(
-        lambda total, *given: jax.tree.map(join, total, jax.grad(read)(total, *given)),
+        lambda total, *arguments: jax.tree.map(join, total, jax.grad(read)(total, *arguments)),
         donate_argnums=0,
         compiler_options=steps.target.compiler_options,
     )
@@ -90,16 +90,16 @@ def watched(
         count += 1
     if not count:
         return None
-    return {path: np.asarray(one) for path, one in jax.device_get(total).items()}
+    return {path: np.asarray(statistic) for path, statistic in jax.device_get(total).items()}
 
 
 def _sum_of_outputs(task: Task, module: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """A number that all of a model's products lead to: the sum of what it predicts, or of the loss where that is nothing."""
-    made = [one for one in task.outputs(module, batch).values() if _is_float(one)]
-    if not made:
+    predictions = [output for output in task.outputs(module, batch).values() if _is_float(output)]
+    if not predictions:
         loss = task.terms(module, batch, False)["loss"]
-        made = [loss.total if isinstance(loss, Mean) else loss]
-    return sum((jnp.sum(one, dtype=jnp.float32) for one in made), start=jnp.zeros(()))
+        predictions = [loss.total if isinstance(loss, Mean) else loss]
+    return sum((jnp.sum(output, dtype=jnp.float32) for output in predictions), start=jnp.zeros(()))
 
 
 def _is_float(array: jax.Array) -> bool:

@@ -332,5 +332,5 @@ def _slice(on: Slice | str | None) -> Slice | None:
     return slice(on) if isinstance(on, str) else on
 
 
-def _path(given: Path | str | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)

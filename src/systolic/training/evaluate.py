@@ -68,11 +68,11 @@ class Evaluator:
         """
         job, steps, clock = self.setup.job, self.setup.steps, self.ledger.clock
         examples = self._examples(batches)
-        start, asked, of = clock(), 0, num_batches(job, steps, split, examples)
+        start, batch_count, of = clock(), 0, num_batches(job, steps, split, examples)
 
         def halt(done: int) -> bool:
-            nonlocal asked
-            asked += 1
+            nonlocal batch_count
+            batch_count += 1
             self.show({"kind": "evaluating", "split": split.value, "batches": done, "of": of})
             return interrupt.soon()
 
@@ -88,7 +88,7 @@ class Evaluator:
         seconds = clock() - start
         whole = num_batches(job, steps, split)
         values = {"split": split.value, "metrics": metrics, "seconds": seconds}
-        self.say("eval", **values, batches=asked, of=whole, final=final)
+        self.say("eval", **values, batches=batch_count, of=whole, final=final)
         return metrics
 
     def alike(self) -> bool:

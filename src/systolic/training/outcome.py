@@ -12,9 +12,8 @@ from systolic.inference.setup import Setup
 from systolic.job import Job, Sampling
 from systolic.runs.remote.store import origin
 from systolic.steps.steps import StepFunctions
-from systolic.training.ledger import Ledger
-from systolic.training.meter import Meter
-from systolic.training.progress import TrainingProgress
+from systolic.training.checkpointing import TrainingProgress
+from systolic.training.ledger import Ledger, Meter
 
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60
@@ -74,11 +73,11 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 def _question(data: Instructions) -> str:
     """A short question of the held-out conversations, to ask the model; an ellipsis where there is none."""
     try:
-        found = said(data.question() or "")
+        question = said(data.question() or "")
     except SystolicError:  # the data was moved meanwhile
-        found = ""
-    short = len(found) <= LONGEST_QUESTION and "\n" not in found
-    return found if found and short else "…"
+        question = ""
+    short = len(question) <= LONGEST_QUESTION and "\n" not in question
+    return question if question and short else "…"
 
 
 def sample_prompt(job: Job) -> str | Messages | None:

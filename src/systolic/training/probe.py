@@ -82,7 +82,7 @@ def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
         shrink = jnp.minimum(1.0, steps.job.optimizer.clip / jnp.maximum(jnp.sqrt(big), 1e-9))
         clipped = jax.tree.map(lambda g: g * shrink, gradients)
     moved, _ = steps.updates(clipped, state)
-    found = {
+    parameters = {
         path: _of_parameter(
             gradients[path],
             # Stochastic rounding loses no update on average, so the weights count as float32.
@@ -97,7 +97,7 @@ def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
         "learning_rate": steps.learning_rate(state),
         "big_square": big,
         "small_square": small if count > 1 else jnp.asarray(jnp.nan, jnp.float32),
-        "parameters": found,
+        "parameters": parameters,
     }
 
 
@@ -116,7 +116,7 @@ def _gradients(
         sums, model_state = steps.sums(params, model_state, part, train=True)
         return sums["loss"].total * scale, (sums["loss"], model_state)
 
-    def one(carry: Any, part: Batch) -> tuple[Any, jax.Array]:
+    def add_part(carry: Any, part: Batch) -> tuple[Any, jax.Array]:
         total, model_state, mean = carry
         gradients, (more, model_state) = jax.grad(loss, has_aux=True)(
             state.params, model_state, part
@@ -134,7 +134,7 @@ def _gradients(
     nothing = jnp.zeros((), jnp.float32)
     zeros = Mean(total=nothing, weight=nothing)
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-    (total, _, mean), squares = jax.lax.scan(one, (total, state.model_state, zeros), parts)
+    (total, _, mean), squares = jax.lax.scan(add_part, (total, state.model_state, zeros), parts)
     weight = jnp.maximum(mean.weight, 1e-9)
     return (
         jax.tree.map(lambda g: g / (weight * scale), total),
@@ -229,7 +229,7 @@ class Probe:
         start, compiled = self.ledger.clock(), self.ledger.spent(Spent.compile)
         try:
             with self.ledger.spend(Spent.diagnose):
-                found = jax.device_get(self._program(state, batch))
+                figures = jax.device_get(self._program(state, batch))
         except jax.errors.JaxRuntimeError as error:
             # Where the train step only just fits, the probe may not.
             self.every = 0
@@ -240,7 +240,7 @@ class Probe:
         self._spent += seconds
         own = seconds - (self.ledger.spent(Spent.compile) - compiled)
         self._dearest = max(self._dearest, own)
-        return record(self.setup, step, found) | {"seconds": own}
+        return record(self.setup, step, figures) | {"seconds": own}
 
     def _affordable(self) -> bool:
         # The compile may take longer than that of the train step, which may have come from a cache.
@@ -248,7 +248,7 @@ class Probe:
         return self._spent + cost <= SHARE * (self.ledger.clock() - self._began)
 
 
-def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
+def record(setup: Setup, step: int, probed: Any) -> dict[str, Any]:
     """Record of :func:`systolic.training.probe.diagnose` as plain values.
 
     ``parameters`` maps a path to ``shape``, ``dtype`` and the figures, each a number or a list by layer.
@@ -257,13 +257,13 @@ def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
     shapes = steps.network.params
     return {
         "step": step,
-        **{name: _round(found[name]) for name in found if name != "parameters"},
+        **{name: _round(probed[name]) for name in probed if name != "parameters"},
         "batch": steps.batch_size,
         "parts": num_parts(steps),
         "parameters": {
             path: {"shape": list(shapes[path].shape), "dtype": str(shapes[path].dtype)}
             | {name: _round(value) for name, value in figures.items()}
-            for path, figures in found["parameters"].items()
+            for path, figures in probed["parameters"].items()
         },
     }
 
@@ -302,8 +302,8 @@ def examine(setup: Setup, run: Run, probes: int = PROBES_AFTERWARDS) -> Iterator
     try:
         feed.set_states([extra["data"] for extra in restored.extras])
         for _ in range(probes):
-            found = jax.device_get(program(state, next(feed)))
-            yield record(setup, restored.step + 1, found)
+            figures = jax.device_get(program(state, next(feed)))
+            yield record(setup, restored.step + 1, figures)
     finally:
         feed.close()
 

@@ -21,8 +21,7 @@ from systolic.core.reporter import reporter, working
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs.plan_choice import Chosen
-from systolic.training.expected import check_rehearsal
-from systolic.training.session import check_data
+from systolic.training.session import check_data, check_rehearsal
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
@@ -124,19 +123,19 @@ def rehearse(source: JobSource, on: Slice, workers: int) -> Rehearsal:
     )
 
 
-def environment(on: Slice, given: Mapping[str, str]) -> dict[str, str]:
-    """The child's variables: the given ones, with as many CPU devices as the slice has.
+def environment(on: Slice, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The child's variables: the inherited ones, with as many CPU devices as the slice has.
 
     XLA's warnings about costly resharding are of the shrunk sizes, so they are off by default.
     """
     flags = [
         flag
-        for flag in given.get("XLA_FLAGS", "").split()
+        for flag in inherited.get("XLA_FLAGS", "").split()
         if not flag.startswith("--xla_force_host_platform_device_count")
     ]
     flags.append(f"--xla_force_host_platform_device_count={on.num_devices}")
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    return {**quiet, **given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    return {**quiet, **inherited, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
 def _child(request: Mapping[str, Any]) -> None:

@@ -40,8 +40,8 @@ def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:
         name: jax.device_put(array, setup.steps.batch_shardings[name])
         for name, array in batch.items()
     }
-    _, found = setup.jitted_train(state, placed)
-    metrics = {name: float(value) for name, value in jax.device_get(found).items()}
+    _, outputs = setup.jitted_train(state, placed)
+    metrics = {name: float(value) for name, value in jax.device_get(outputs).items()}
     broken = [f"batch {name}" for name, array in batch.items() if not np.isfinite(array).all()]
     broken += [name for name, value in metrics.items() if not np.isfinite(value)]
     return {

@@ -96,7 +96,7 @@ def _other_start(
         return f"{run.path} began with the function of {began}, not with {recipe.target}"
     elif changed := _changed_code(run, recipe):
         return f"{run.path} began with other code in {', '.join(changed)}, of which it keeps a copy"
-    settings, planned = ({} if one is None else one.settings for one in (chosen, record.plan))
+    settings, planned = ({} if plan is None else plan.settings for plan in (chosen, record.plan))
     if chosen is not None and dict(settings) != dict(planned):
         return f"{run.path} began without the settings of {chosen.path}"
     if init_from is not None and record.init_from is None:
@@ -144,11 +144,11 @@ def agreed(check: Callable[[], Result]) -> Result:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested options by their dotted names."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in values.items():
         inner = flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
-        found |= {f"{prefix}{name}": value} if inner is None else inner
-    return found
+        options |= {f"{prefix}{name}": value} if inner is None else inner
+    return options
 
 
 def _same_settings(

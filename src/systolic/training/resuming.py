@@ -15,16 +15,14 @@ from systolic.core.option_words import plain_words, typed
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs import run as run_files
-from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.plan import resumed
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs.source import JobSource, kept_flags
 from systolic.runs import paths
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, types_of
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.training.distributed.run import open_together
-from systolic.training.expected import check_slice, expected
 from systolic.training.ledger import Ledger
 from systolic.training.resume_checks import agreed, check_resume, flat
 from systolic.training.session import (
@@ -32,7 +30,9 @@ from systolic.training.session import (
     SessionOptions,
     TrainResult,
     check_setup,
+    check_slice,
     describe,
+    expected,
     fewer_devices,
     load_step,
     run_session,
@@ -83,19 +83,19 @@ class OpenedRun:
     def changes(self, source: JobSource) -> list[str]:
         """Options that differ from the run's, as ``--steps 20 (was 10)``; fields of a given Job by name."""
         after, before = flat(recipes.plain(source.options)), flat(recipes.plain(self.saved))
-        found = [
+        changed = [
             f"{typed(name, value)} (was {plain_words(before[name])})"
             for name, value in after.items()
             if name in before and str(value) != str(before[name])  # NaN is unequal to itself
         ]
         if not self.gives_job:
-            return found
+            return changed
         options = set(source.options)
         now, old = (
             flat({name: each for name, each in plain.items() if name not in options})
             for plain in (_plain(source.job, self.record), self.record.job)
         )
-        return found + [
+        return changed + [
             f"{name} {plain_words(now.get(name))} (was {plain_words(old.get(name))})"
             for name in {**old, **now}
             if now.get(name) != old.get(name)

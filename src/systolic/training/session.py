@@ -1,12 +1,15 @@
-"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
+"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step.
+
+Forecast of the train step, shown next to the measurement, and the devices that it is for.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.chips import Slice
-from systolic.core.errors import NotFoundError, OptionError, SystolicError
+from systolic.chips import Slice, by_device_kind, slice
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.reporter import reporter, working
@@ -14,14 +17,13 @@ from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs import run as run_files
-from systolic.recipes.jobs.flags import kept_flags, new_flags
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs.source import JobSource, kept_flags, new_flags
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.plan_choice import Chosen
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
 from systolic.training.distributed.run import open_together
-from systolic.training.expected import check_machine, check_slice, expected
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -29,6 +31,78 @@ if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
     from systolic.forecasting.profiled import Beside
     from systolic.inference.setup import Setup
+
+
+def expected(chosen: Chosen | None) -> Any:
+    """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
+    from systolic.inference.setup import Expected
+
+    if chosen is None or not chosen.forecast or problem(chosen):
+        return None
+    forecast = chosen.forecast
+    assert forecast["step_seconds"] is not None
+    return Expected(
+        slice=chosen.slice,
+        step_seconds=forecast["step_seconds"],
+        low=forecast["step_seconds_low"],
+        high=forecast["step_seconds_high"],
+        mfu=forecast["mfu"],
+    )
+
+
+def check_machine(chosen: Chosen) -> None:
+    """Checks that the local devices are those of the plan's slice.
+
+    Raises:
+        RunError: they are not; names both.
+    """
+    if text := problem(chosen):
+        raise RunError(text)
+
+
+def problem(chosen: Chosen) -> str:
+    """Why the local devices are not those of the plan's slice; empty when they are."""
+    on = slice(chosen.slice)
+    both = _difference(on)
+    return (
+        both
+        and f"{chosen.path} is a plan for {both}; train there, or rehearse {on.name} to try it here"
+    )
+
+
+def check_slice(on: Slice) -> None:
+    """Checks that the local devices are those of a slice.
+
+    Raises:
+        RunError: they are not; names both.
+    """
+    if both := _difference(on):
+        raise RunError(f"on is {both}; train there, or leave on out")
+
+
+def _difference(on: Slice) -> str:
+    """The slice and the local devices, where these are others; else empty."""
+    from systolic.steps.machine import LocalDevices
+
+    machine = LocalDevices.here()
+    kind = machine.devices[0].device_kind
+    known = by_device_kind(kind)
+    here = "cpu" if machine.platform == "cpu" else known.name if known is not None else kind
+    if here == on.chip.name and len(machine.devices) == on.num_devices:
+        return ""
+    return f"{on.name} ({on.num_devices} x {on.chip.device_kind or on.chip.name}) and this machine has {machine.name}"
+
+
+def check_rehearsal(chosen: Chosen, name: str) -> None:
+    """Checks that the slice of ``--rehearse`` is the plan's.
+
+    Raises:
+        OptionError: it is not; names both.
+    """
+    if slice(name) != slice(chosen.slice):
+        raise OptionError(
+            f"the plan's candidate is for {chosen.slice} and --rehearse asks for {name}; rehearse {chosen.slice}, or choose one of {name} with --candidate"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +265,10 @@ def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewe
     from systolic.steps.mesh import slices_of
 
     devices = LocalDevices.here().devices
-    made = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
-    if made is not None:
-        audience.warn(made.text)
-    return made
+    fewer = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
+    if fewer is not None:
+        audience.warn(fewer.text)
+    return fewer
 
 
 def check_setup(setup: "Setup", audience: Audience) -> None:
@@ -329,7 +403,7 @@ class ReplayedStep:
 
     path: Path
     """The batch's file."""
-    found: Mapping[str, Any]
+    report: Mapping[str, Any]
     """Result of :func:`systolic.training.replay.replay`."""
 
 
@@ -357,36 +431,36 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = with_start(setup, directory.path, record)
-        return ReplayedStep(path=path, found=again(setup, directory, path))
+        return ReplayedStep(path=path, report=again(setup, directory, path))
 
 
-def _workers(asked: int, audience: Audience) -> int:
+def _workers(wanted: int, audience: Audience) -> int:
     """Worker processes, at most one a core."""
-    given = bounded(asked)
-    if given < asked:
+    workers = bounded(wanted)
+    if workers < wanted:
         audience.warn(
-            f"workers is {asked}, more than the {given} cores of this machine; {given} work at once"
+            f"workers is {wanted}, more than the {workers} cores of this machine; {workers} work at once"
         )
-    return given
+    return workers
 
 
 def _finished(
-    made: TrainResult, directory: Run, options: SessionOptions, audience: Audience
+    trained: TrainResult, directory: Run, options: SessionOptions, audience: Audience
 ) -> TrainResult:
     """The result with its warnings and, of a traced session, the steps beside their forecast where they can be compared."""
     from systolic.training.profile import FOLDER
 
     folder = directory.path / FOLDER
-    traced = options.profile and directory.access is Access.write and made.interrupted is None
+    traced = options.profile and directory.access is Access.write and trained.interrupted is None
     if traced and folder.is_dir():  # else its profiler failed and said so
         from systolic.forecasting.profiled import traced_beside
 
         try:
-            made = replace(made, beside=traced_beside(directory, folder))
+            trained = replace(trained, beside=traced_beside(directory, folder))
         except Exception as error:  # whatever it is, it must not hide how the run ended
             named = "" if isinstance(error, SystolicError) else f"{type(error).__name__}: "
             audience.warn(f"the profile is not set beside a forecast: {named}{error}")
-    return replace(made, warnings=tuple(audience.warnings))
+    return replace(trained, warnings=tuple(audience.warnings))
 
 
 def _report(directory: Run, audience: Audience) -> None:

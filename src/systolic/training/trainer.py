@@ -15,7 +15,7 @@ import numpy as np
 from systolic.compiling.executable import Loaded
 from systolic.core.errors import RunError
 from systolic.data.host_shard import first_reader
-from systolic.data.skipped_files import FILES
+from systolic.data.input_files import FILES
 from systolic.data.text.instructions import Instructions
 from systolic.inference.setup import Setup, computed_in
 from systolic.job import GuardRule, Mode, Split
@@ -24,7 +24,7 @@ from systolic.runs.checkpoint import Restored
 from systolic.runs.weights import plain_parameters
 from systolic.steps.input import training
 from systolic.training import distributed
-from systolic.training.checkpointing import Checkpointer
+from systolic.training.checkpointing import Checkpointer, TrainingProgress
 from systolic.training.distributed.consistency import (
     SameBatches,
     require_same_data,
@@ -33,13 +33,11 @@ from systolic.training.distributed.consistency import (
 from systolic.training.distributed.heartbeat import Heartbeat
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
-from systolic.training.ledger import Ledger, Spent
-from systolic.training.meter import Meter
+from systolic.training.ledger import Ledger, Meter, Spent
 from systolic.training.outcome import next_command, said, sample, sample_prompt, summarise
 from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
-from systolic.training.progress import TrainingProgress
 from systolic.training.watch import Watcher
 
 LAG = 3
@@ -358,10 +356,10 @@ class Trainer:
 
     def _check(self, done: Pending) -> None:
         """Reads a finished step's metrics, handles a bad loss, and makes a record if one is due."""
-        asked = self.ledger.clock()
+        began = self.ledger.clock()
         with part(METRICS):
             values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
-        self.meter.waited_for_device(self.ledger.clock() - asked)
+        self.meter.waited_for_device(self.ledger.clock() - began)
         if values.pop("bad") and self.job.guard.rule is not GuardRule.ignore:
             self._bad(done, values["loss"])
         else:

@@ -60,8 +60,8 @@ class Claims:
         """
         self._table.metadata.create_all(self._engine)
         with self._engine.begin() as connection:
-            found = sqlalchemy().select(self._table.c.trial).where(*self._row(_WHOLE))
-            if not connection.execute(found).all():
+            query = sqlalchemy().select(self._table.c.trial).where(*self._row(_WHOLE))
+            if not connection.execute(query).all():
                 connection.execute(self._inserted(_WHOLE, ""))
 
     def read(self) -> dict[str, Claim]:
@@ -103,9 +103,9 @@ class Claims:
 
     def owns(self, trial: str, worker: str) -> bool:
         """Whether a trial is this worker's."""
-        found = sqlalchemy().select(self._table.c.trial).where(*self._row(trial, worker))
+        query = sqlalchemy().select(self._table.c.trial).where(*self._row(trial, worker))
         with self._engine.connect() as connection:
-            return bool(connection.execute(found).all())
+            return bool(connection.execute(query).all())
 
     def is_silent(self, claim: Claim) -> bool:
         """Whether a claim has had no heartbeat for too long."""

@@ -146,7 +146,9 @@ def tune(  # noqa: PLR0913  the options of systolic tune
     words = _search_words(search, source.recipe.target)
     check_forecast(on, quick=quick, budget=budget, price=price)
     searched = parse(words, reader(source.recipe))
-    check_options(source, [one.name for one in searched], seeds=repeats, trial_steps=trial_steps)
+    check_options(
+        source, [option.name for option in searched], seeds=repeats, trial_steps=trial_steps
+    )
     aims = objectives.parse(objective, source.job.evaluation, priced=on is not None)
     size = sampling.check(sampler, searched, len(aims))
     usual = TRIALS if sampler is not Sampler.grid or size is None else size

@@ -97,7 +97,7 @@ class Tuning:
             "recipe": self.recipe.target,
             "options": recipes.plain(self.options),
             "given": sorted(self.given),
-            "search": [one.text for one in self.searched],
+            "search": [option.text for option in self.searched],
             "objective": [aim.text for aim in self.aims],
             "folder": str(self.folder),
             "sampler": self.sampler.value,
@@ -150,8 +150,8 @@ class Tuning:
     def definition(self) -> dict[str, Any]:
         """Definition of the study; a study with another definition is not continued."""
         data = {
-            split: f"{one.files} files of {one.bytes} bytes with digest {digest([one.names, one.digest], 8)}"
-            for split, one in contents_of(self.job.data).items()
+            split: f"{content.files} files of {content.bytes} bytes with digest {digest([content.names, content.digest], 8)}"
+            for split, content in contents_of(self.job.data).items()
         }
         if encoding := self.job.data.encoding():
             data["encoding"] = " ".join(encoding)
@@ -164,7 +164,7 @@ class Tuning:
             "recipe": self.recipe.target,
             "recipe file": digest(self.recipe.source.decode(errors="replace")),
             "options": {name: str(value) for name, value in flat(recipes.plain(self.base)).items()},
-            "search": [one.text for one in self.searched],
+            "search": [option.text for option in self.searched],
             "objective": [aim.text for aim in self.aims],
             "sampler": self.sampler.value,
             "pruner": self.pruner.value,
@@ -185,8 +185,8 @@ class Tuning:
     @cached_property
     def base(self) -> dict[str, Any]:
         """Options of a trial, with the defaults of searched options."""
-        given = {} if self.steps is None else {"steps": self.steps}
-        return with_values(self.options, given)
+        steps = {} if self.steps is None else {"steps": self.steps}
+        return with_values(self.options, steps)
 
     @cached_property
     def job(self) -> Job:
@@ -204,13 +204,13 @@ class Tuning:
     def source(self, values: Mapping[str, Any]) -> JobSource:
         """Source of a trial's job."""
         options = with_values(self.base, values)
-        found = JobSource(recipe=self.recipe, options=paths.absolute(options))
-        schedule = found.job.schedule
+        source = JobSource(recipe=self.recipe, options=paths.absolute(options))
+        schedule = source.job.schedule
         if WARMUP in values and isinstance(schedule, Shortened):
             raise OptionError(
-                f"{WARMUP} {schedule.own} is the recipe's default, which {found.job.steps} steps shorten to {schedule.warmup}; search another value near it"
+                f"{WARMUP} {schedule.own} is the recipe's default, which {source.job.steps} steps shorten to {schedule.warmup}; search another value near it"
             )
-        return found
+        return source
 
     def check_run(self, number: int, options: Mapping[str, Any]) -> None:
         """Checks that an existing run in a trial's folder is the trial's, not one from another database.
@@ -238,7 +238,8 @@ class Tuning:
         ]
         if changed:
             had, has = (
-                ", ".join(f"{name} {one.get(name)}" for name in changed) for one in (before, now)
+                ", ".join(f"{name} {settings.get(name)}" for name in changed)
+                for settings in (before, now)
             )
             raise OptionError(
                 f"{file.parent} was trained with {had}, and trial {number} of the study in {self.address.shown} has {has}: the run belongs to another study; give --study another folder, or --storage the run's own database"
@@ -258,7 +259,7 @@ class Tuning:
     def values(self, trial: Any) -> dict[str, Any]:
         """Settings of a trial: drawn, or repeated."""
         if self.repeats is None:
-            return {one.name: one.suggest(trial) for one in self.searched}
+            return {option.name: option.suggest(trial) for option in self.searched}
         settings = self.repeats.values if trial.number % 2 == 0 else {}
         return {**settings, "seed": self.base["seed"] + 1 + trial.number // 2}
 
@@ -269,8 +270,8 @@ class Tuning:
             shared: The study.
             number: Number of its best trial.
         """
-        kept = next(one for one in shared.trials(self.trials) if one.number == number).params
-        values = {one.name: one.typed(kept[one.name]) for one in self.searched}
+        kept = next(trial for trial in shared.trials(self.trials) if trial.number == number).params
+        values = {option.name: option.typed(kept[option.name]) for option in self.searched}
         return replace(
             self,
             repeats=Repeats(of=number, values=values),
@@ -311,14 +312,14 @@ class Tuning:
                 f"--pruner {pruner.value} judges trials by evaluations during training, and {self.recipe.target} has none before step {job.steps}; add --evaluation.every {max(job.steps // 10, 1)}"
             )
         usual = Pruner.median if evaluates and len(self.aims) == 1 else Pruner.none
-        made = replace(self, pruner=pruner or usual)
+        search = replace(self, pruner=pruner or usual)
         if not named:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
-            made = replace(made, folder=STUDIES / f"{plain}-{digest(made.named, 8)}")
-        made.check_bounds()
-        check_free(made.folder)
-        assert made.address  # refuses a wrong --storage before anything is written
-        return made
+            search = replace(search, folder=STUDIES / f"{plain}-{digest(search.named, 8)}")
+        search.check_bounds()
+        check_free(search.folder)
+        assert search.address  # refuses a wrong --storage before anything is written
+        return search
 
     def check_bounds(self) -> None:
         """Checks that options accept the bounds of their ranges.
@@ -328,12 +329,12 @@ class Tuning:
         Raises:
             OptionError: an option does not accept a bound of its range.
         """
-        for one in self.searched:
-            for end in (one.low, one.high) if one.is_range else ():
+        for option in self.searched:
+            for end in (option.low, option.high) if option.is_range else ():
                 try:
-                    assert self.source({one.name: end}).job
+                    assert self.source({option.name: end}).job
                 except OutOfRangeError as error:
-                    raise OptionError(f"--search {one.text}: {error}") from error
+                    raise OptionError(f"--search {option.text}: {error}") from error
                 except SystolicError:
                     continue
 
@@ -347,14 +348,14 @@ class Tuning:
         if best is None:
             return result
         options = [word for name, value in best.values.items() for word in self._words(name, value)]
-        names = {one.name for one in self.searched}
+        names = {option.name for option in self.searched}
         words = option_words(self.recipe.function, self.options, typed=self.given, without=names)
         line = ["systolic", "train", self.recipe.target, *words, *options]
         return replace(result, command=shlex.join(line), edges=self._edges(best.values))
 
     def _edges(self, best: Mapping[str, Any]) -> list[Edge]:
         """Best values at an end of their range, unless the recipe takes no value beyond it with the other best ones."""
-        own = {one.name: one.typed(best[one.name]) for one in self.searched}
+        own = {option.name: option.typed(best[option.name]) for option in self.searched}
 
         def accepts(name: str, value: float) -> bool:
             try:
@@ -363,11 +364,11 @@ class Tuning:
                 return False
             return True
 
-        found = [
-            edge(one, best[one.name], lambda value, name=one.name: accepts(name, value))
-            for one in self.searched
+        edges = [
+            edge(option, best[option.name], lambda value, name=option.name: accepts(name, value))
+            for option in self.searched
         ]
-        return [one for one in found if one is not None]
+        return [end for end in edges if end is not None]
 
     def _words(self, name: str, value: Any) -> list[str]:
         return shlex.split(typed(name, value))
@@ -425,15 +426,15 @@ class Tuning:
     def longest(self) -> int:
         """Steps of the longest trial, found by maximising over each option in turn."""
         steps, values = self.job.steps, {}
-        for one in self.searched:
-            for value in (one.choices or {"low": one.low, "high": one.high}).values():
-                tried = {**values, one.name: int(value) if one.whole else value}
+        for option in self.searched:
+            for value in (option.choices or {"low": option.low, "high": option.high}).values():
+                tried = {**values, option.name: int(value) if option.whole else value}
                 try:
-                    made = self.source(tried).job.steps
+                    length = self.source(tried).job.steps
                 except SystolicError:
                     continue
-                if made > steps:
-                    steps, values = made, tried
+                if length > steps:
+                    steps, values = length, tried
         return steps
 
 
@@ -478,12 +479,12 @@ def check_forecast(on: str | None, *, quick: bool, budget: float | None, price: 
         OptionError: there is no slice.
         NotFoundError: there is no such slice.
     """
-    given = {
+    chosen = {
         "--quick": quick,
         "--budget": budget is not None,
         "--price": price is not PriceTerm.on_demand,
     }
-    for name, is_given in given.items():
+    for name, is_given in chosen.items():
         if is_given and on is None:
             raise OptionError(f"{name} needs a forecast, and no slice is given; add --on v5e-4")
     if on is not None:
@@ -512,14 +513,16 @@ def _with_ints(value: Any, plain: Any) -> Any:
     if not is_dataclass(value) or isinstance(value, type):
         return value
     inner = {each.name: getattr(value, each.name) for each in fields(value) if each.name in plain}
-    read = {name: _with_ints(one, plain[name]) for name, one in inner.items()}
-    changed = {name: one for name, one in read.items() if one is not inner[name]}
+    read = {name: _with_ints(number, plain[name]) for name, number in inner.items()}
+    changed = {name: number for name, number in read.items() if number is not inner[name]}
     return replace(value, **changed) if changed else value
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by dotted name as typed: ``optimizer.learning-rate``."""
-    return {".".join(map(dashed, name.split("."))): one for name, one in flat(options).items()}
+    return {
+        ".".join(map(dashed, name.split("."))): setting for name, setting in flat(options).items()
+    }
 
 
 def _is_rewritten(name: str, value: Any) -> bool:
@@ -543,16 +546,18 @@ def with_values(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
         else:
             changes[head] = value
     known = {dashed(name): name for name in options}
-    found = dict(options)
+    replaced = dict(options)
     for head, change in changes.items():
         own = known.get(dashed(head))
         if own is None:
             raise OptionError(f"the recipe has no option {head}; leave it out")
-        record = found[own]
+        record = replaced[own]
         if not is_dataclass(record) or isinstance(record, type):
-            found[own] = change
+            replaced[own] = change
             continue
         inner = {each.name: getattr(record, each.name) for each in fields(record)}
-        made = with_values(inner, change)
-        found[own] = replace(record, **{n: v for n, v in made.items() if v is not inner[n]})
-    return found
+        replacements = with_values(inner, change)
+        replaced[own] = replace(
+            record, **{n: v for n, v in replacements.items() if v is not inner[n]}
+        )
+    return replaced

@@ -18,11 +18,11 @@ def optuna() -> Any:
         MissingExtraError: it is not installed.
     """
     try:
-        found = import_module("optuna")
+        module = import_module("optuna")
     except ModuleNotFoundError as error:
         raise MissingExtraError("systolic tune", "tune") from error
-    found.logging.set_verbosity(found.logging.ERROR)
-    return found
+    module.logging.set_verbosity(module.logging.ERROR)
+    return module
 
 
 @contextlib.contextmanager

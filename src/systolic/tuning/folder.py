@@ -24,8 +24,8 @@ def check_free(folder: Path) -> None:
     definition = folder / DEFINITION
     # Opening the study reports a definition that is damaged.
     damaged = definition.is_file() and _read(definition) is None
-    found = [_read(folder / name) or {} for name in (DEFINITION, RESULTS)]
-    if not damaged and not any(one.keys() >= KEYS for one in found):
+    records = [_read(folder / name) or {} for name in (DEFINITION, RESULTS)]
+    if not damaged and not any(record.keys() >= KEYS for record in records):
         raise TakenError(
             f"--study {folder} has files and is no study (it has no {DATABASE}, {DEFINITION} or {RESULTS} of one); give a new or an empty folder"
         )
@@ -42,7 +42,7 @@ def num_results(folder: Path) -> int:
 def _read(file: Path) -> dict[str, Any] | None:
     """The object of a JSON file; None for a file that can't be read, and an empty one for other JSON."""
     try:
-        found = json.loads(file.read_text())
+        record = json.loads(file.read_text())
     except (ValueError, OSError):
         return None
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -35,11 +35,13 @@ def importance(study: Any, aims: Sequence[Aim], searched: Sequence[Searched]) ->
     """
     states = optuna().trial.TrialState
     done = study.get_trials(deepcopy=False, states=(states.COMPLETE,))
-    different = list({tuple(sorted(one.params.items())): one for one in reversed(done)}.values())
+    different = list(
+        {tuple(sorted(trial.params.items())): trial for trial in reversed(done)}.values()
+    )
     enough = min(ENOUGH, combinations(searched) or ENOUGH)
     if len(different) < enough or len(searched) < 2:
         return {}
-    kept = usual([one.values[0] for one in different], aims[0].mode)
+    kept = usual([trial.values[0] for trial in different], aims[0].mode)
     if len(set(kept)) < 2:
         return {}
     low, high = min(kept), max(kept)
@@ -47,21 +49,21 @@ def importance(study: Any, aims: Sequence[Aim], searched: Sequence[Searched]) ->
         warnings.simplefilter("ignore", UserWarning)
         # In memory and in trial order, so that the same study gives the same importances.
         own = optuna().create_study(directions=[aim.direction for aim in aims])
-        own.add_trials([one for one in reversed(different) if low <= one.values[0] <= high])
+        own.add_trials([trial for trial in reversed(different) if low <= trial.values[0] <= high])
         means = _mean_shares(own)
     return means if all(map(math.isfinite, means.values())) else {}
 
 
 def _mean_shares(study: Any, first: int = 0) -> dict[str, float]:
     """Share of each option, the mean over forests with seeds from ``first`` on; the largest first."""
-    found: list[dict[str, float]] = []
+    forests: list[dict[str, float]] = []
     fewest, most = FORESTS
-    while len(found) < most:
-        found.append(_shares(study, first + len(found)))
-        errors = [_error([one[name] for one in found]) for name in found[0]]
-        if len(found) >= fewest and max(errors) < ERROR:
+    while len(forests) < most:
+        forests.append(_shares(study, first + len(forests)))
+        errors = [_error([shares[name] for shares in forests]) for name in forests[0]]
+        if len(forests) >= fewest and max(errors) < ERROR:
             break
-    means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+    means = {name: statistics.fmean(shares[name] for shares in forests) for name in forests[0]}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 

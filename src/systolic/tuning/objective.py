@@ -56,14 +56,14 @@ class Aim:
         return None if value is None else float(value)
 
 
-def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tuple[Aim, ...]:
+def parse(texts: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tuple[Aim, ...]:
     """Parses ``--objective``; the default is the recipe's own metric.
 
     Metrics come before costs, in whichever order they are given, so that the best trial is not just the cheapest. Whether
     the task reports the metrics is checked later, see :func:`check_reported`.
 
     Args:
-        given: Metrics or costs, with ``min:`` or ``max:`` where the recipe does not define the direction.
+        texts: Metrics or costs, with ``min:`` or ``max:`` where the recipe does not define the direction.
         evaluation: The recipe's evaluation, with its metric and direction.
         priced: Whether a slice is given, so that dollars are known.
 
@@ -71,7 +71,7 @@ def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tupl
         OptionError: a name is given twice, all are costs, a direction is unknown, or dollars are given without a slice.
     """
     aims: dict[str, Aim] = {}
-    for text in given or (evaluation.metric,):
+    for text in texts or (evaluation.metric,):
         direction, colon, name = text.rpartition(":")
         if name in aims:
             raise OptionError(f"--objective names {name} twice; give it once")
@@ -82,10 +82,10 @@ def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tupl
         )
     if all(aim.is_cost for aim in aims.values()):
         costs = " and ".join(aims)
-        told = f"minimising {costs} alone picks the smallest model"
+        warning = f"minimising {costs} alone picks the smallest model"
         if any(aim.mode is Mode.max for aim in aims.values()):
-            told = f"{costs} alone says nothing about the trained model"
-        raise OptionError(f"--objective: {told}; add --objective {evaluation.metric}")
+            warning = f"{costs} alone says nothing about the trained model"
+        raise OptionError(f"--objective: {warning}; add --objective {evaluation.metric}")
     return tuple(sorted(aims.values(), key=lambda aim: aim.is_cost))
 
 

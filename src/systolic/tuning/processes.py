@@ -110,14 +110,14 @@ class Processes:
         return self.tuning.folder / "workers" / f"{number}.log"
 
     def _watch(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
-        seen = asked = 0.0
+        seen = last_ask = 0.0
         while running:
             now = time.monotonic()
             if now - seen >= SEE_SECONDS:
                 seen = now
                 self._look()
-            if self._asked and now - asked >= ASK_SECONDS:
-                asked = now
+            if self._asked and now - last_ask >= ASK_SECONDS:
+                last_ask = now
                 self._stop(running)
             for number, each in list(running.items()):
                 code = each.poll()
@@ -170,5 +170,5 @@ class Processes:
 def last_line(log: Path) -> str:
     """A worker's last message, or otherwise the last line of its log."""
     lines = log.read_text(errors="replace").splitlines()
-    told = [line.removeprefix(LINE) for line in lines if line.startswith(LINE)]
-    return (told or lines or ["it printed nothing"])[-1]
+    messages = [line.removeprefix(LINE) for line in lines if line.startswith(LINE)]
+    return (messages or lines or ["it printed nothing"])[-1]

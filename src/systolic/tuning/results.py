@@ -34,70 +34,73 @@ class Edge:
     """Wider range: ``log:1e-4..1e-1``."""
 
 
-def edge(one: Searched, value: float, accepts: Callable[[float], bool]) -> Edge | None:
+def edge(option: Searched, value: float, accepts: Callable[[float], bool]) -> Edge | None:
     """The end of a range that a value is at; None if it is at none, or if the end is the option's own limit.
 
     Args:
-        one: The option.
+        option: The option.
         value: Its best value.
         accepts: Whether the recipe takes a value beyond the range.
     """
-    if not one.is_range:
+    if not option.is_range:
         return None
-    place = one.place(value)
+    place = option.place(value)
     if NEAR < place < 1 - NEAR:
         return None
     upper = place > 0.5
-    for end in _ends(one, upper=upper):
+    for end in _ends(option, upper=upper):
         if accepts(end):
-            return Edge(option=one.name, value=value, search=_spec(one, end, upper=upper))
+            return Edge(option=option.name, value=value, search=_spec(option, end, upper=upper))
     return None
 
 
-def _ends(one: Searched, *, upper: bool) -> Iterator[float]:
+def _ends(option: Searched, *, upper: bool) -> Iterator[float]:
     """New ends, the widest first."""
-    low, high = one.low, one.high
-    if one.log:
+    low, high = option.low, option.high
+    if option.log:
         factors = [WIDER ** (0.5**half) for half in range(HALVES + 1)]
-        found = [high * factor if upper else low / factor for factor in factors]
+        ends = [high * factor if upper else low / factor for factor in factors]
     else:
         width = high - low
         grown = [width * 0.5**half for half in range(HALVES + 1)]
-        found = [high + more if upper else low - more for more in grown]
+        ends = [high + more if upper else low - more for more in grown]
         # A share ends at 1 and most numbers at 0, which a wider range would step over.
         limits = (1, 0) if upper else (0, 1)
-        found[1:1] = [
-            one for one in limits if (high < one < found[0] if upper else found[0] < one < low)
+        ends[1:1] = [
+            limit
+            for limit in limits
+            if (high < limit < ends[0] if upper else ends[0] < limit < low)
         ]
     seen = {low, high}
-    for end in found:
-        own = _fitted(one, end, upper=upper)
+    for end in ends:
+        own = _fitted(option, end, upper=upper)
         if own not in seen:
             seen.add(own)
             yield own
 
 
-def _fitted(one: Searched, end: float, *, upper: bool) -> float:
+def _fitted(option: Searched, end: float, *, upper: bool) -> float:
     """The end as a number that the option takes: whole, on a step, or of few digits."""
-    if one.step is not None:
-        start = one.high if upper else one.low
+    if option.step is not None:
+        start = option.high if upper else option.low
         end = (
             start
-            + math.trunc((end - start) / one.step + math.copysign(1e-9, end - start)) * one.step
+            + math.trunc((end - start) / option.step + math.copysign(1e-9, end - start))
+            * option.step
         )
-    if one.whole:
+    if option.whole:
         return int(end) if upper else math.ceil(end)
-    wide = replace(one, low=min(one.low, end), high=max(one.high, end), step=None)
+    wide = replace(option, low=min(option.low, end), high=max(option.high, end), step=None)
     return wide.rounded(end)
 
 
-def _spec(one: Searched, end: float, *, upper: bool) -> str:
+def _spec(option: Searched, end: float, *, upper: bool) -> str:
     """The range with a new end in the place of one; the other as typed."""
-    bounds, colon, step = one.spec.removeprefix("log:").partition(":")
+    bounds, colon, step = option.spec.removeprefix("log:").partition(":")
     low, _, high = bounds.partition("..")
     text = _as_typed(end, high if upper else low)
     ends = f"{low}..{text}" if upper else f"{text}..{high}"
-    return f"{'log:' if one.log else ''}{ends}{colon}{step}"
+    return f"{'log:' if option.log else ''}{ends}{colon}{step}"
 
 
 def _as_typed(value: float, word: str) -> str:
@@ -176,8 +179,8 @@ class StudyResult:
     def __repr__(self) -> str:
         """Trials and the best on one line; the study itself has every trial."""
         best = self.best
-        found = "no result yet" if best is None else f"best {dict(best.values)}"
-        return f"<StudyResult of {self.recipe}: {self.finished} of {plural(self.total, 'trial')}, {found}>"
+        outcome = "no result yet" if best is None else f"best {dict(best.values)}"
+        return f"<StudyResult of {self.recipe}: {self.finished} of {plural(self.total, 'trial')}, {outcome}>"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
@@ -197,10 +200,10 @@ class StudyResult:
     @property
     def different(self) -> list[TrialRow]:
         """Trials with a result, the earliest of each distinct setting."""
-        found: dict[tuple[Any, ...], TrialRow] = {}
+        rows: dict[tuple[Any, ...], TrialRow] = {}
         for row in self.done:
-            found.setdefault(tuple(sorted(row.values.items())) or (row.number,), row)
-        return list(found.values())
+            rows.setdefault(tuple(sorted(row.values.items())) or (row.number,), row)
+        return list(rows.values())
 
     @property
     def finished(self) -> int:
@@ -250,16 +253,16 @@ class StudyResult:
 
     def best_so_far(self) -> list[tuple[int, float]]:
         """(trial, best value so far) by the first objective, for each trial with a result."""
-        aim, found = self.aims[0], []
+        aim, bests = self.aims[0], []
         for row in self.done:
             value = row.figures[aim.name]
-            if found and not aim.better(value, found[-1][1]):
-                value = found[-1][1]
-            found.append((row.number, value))
-        return found
+            if bests and not aim.better(value, bests[-1][1]):
+                value = bests[-1][1]
+            bests.append((row.number, value))
+        return bests
 
-    def _beats(self, one: TrialRow, other: TrialRow) -> bool:
-        pairs = [(aim, one.figures[aim.name], other.figures[aim.name]) for aim in self.aims]
+    def _beats(self, row: TrialRow, other: TrialRow) -> bool:
+        pairs = [(aim, row.figures[aim.name], other.figures[aim.name]) for aim in self.aims]
         as_good = all(not aim.better(b, a) for aim, a, b in pairs)
         return as_good and any(aim.better(a, b) for aim, a, b in pairs)
 
@@ -269,7 +272,7 @@ class StudyResult:
         return {
             "study": self.name,
             "recipe": self.recipe,
-            "search": [one.text for one in self.searched],
+            "search": [option.text for option in self.searched],
             "objectives": [aim.text for aim in self.aims],
             "trials": [asdict(row) for row in self.rows],
             "total": self.total,
@@ -277,7 +280,7 @@ class StudyResult:
             "best": None if best is None else asdict(best),
             "front": [row.number for row in self.front],
             "importance": dict(self.importance),
-            "edges": [asdict(one) for one in self.edges],
+            "edges": [asdict(end) for end in self.edges],
             "dollars": self.dollars,
             "price_region": self.price_region or None,
             "price_as_of": self.price_as_of or None,
@@ -295,47 +298,49 @@ def rows_of(
     folder: Path,
 ) -> list[TrialRow]:
     """Rows of the study's trials, by number."""
-    return [_row(one, searched, aims, folder) for one in shared.trials(total)]
+    return [_row(trial, searched, aims, folder) for trial in shared.trials(total)]
 
 
-def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Path) -> TrialRow:
-    kept = one.user_attrs
+def _row(trial: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Path) -> TrialRow:
+    kept = trial.user_attrs
     values = {
-        each.name: each.shown(one.params[each.name]) for each in searched if each.name in one.params
+        each.name: each.shown(trial.params[each.name])
+        for each in searched
+        if each.name in trial.params
     }
-    last = max(one.intermediate_values, default=0)
+    last = max(trial.intermediate_values, default=0)
     figures = {}
-    if one.state.name == "COMPLETE":
-        figures = {aim.name: value for aim, value in zip(aims, one.values, strict=True)}
-    elif last and math.isfinite(one.intermediate_values[last]):
-        figures = {aims[0].name: one.intermediate_values[last]}
+    if trial.state.name == "COMPLETE":
+        figures = {aim.name: value for aim, value in zip(aims, trial.values, strict=True)}
+    elif last and math.isfinite(trial.intermediate_values[last]):
+        figures = {aims[0].name: trial.intermediate_values[last]}
     # The share of steps that ran; a running trial counts in full.
-    share = 1.0 if one.state.name == "RUNNING" else kept.get("share", 1.0)
-    dollars, run = kept.get("dollars"), folder / f"{one.number:04d}"
+    share = 1.0 if trial.state.name == "RUNNING" else kept.get("share", 1.0)
+    dollars, run = kept.get("dollars"), folder / f"{trial.number:04d}"
     return TrialRow(
-        number=one.number,
-        state=_state(one),
+        number=trial.number,
+        state=_state(trial),
         values=values,
         figures=figures,
         reason=kept.get("reason", ""),
         step=max(kept.get("steps", 0), last),
         resumed=kept.get("begun", (0, 0))[0],
         seconds=kept.get("seconds"),
-        dollars=None if dollars is None or _never_ran(one) else dollars * share,
+        dollars=None if dollars is None or _never_ran(trial) else dollars * share,
         parameters=kept.get("parameters"),
         run=str(run) if run.is_dir() else "",
     )
 
 
-def _never_ran(one: Any) -> bool:
-    waits = one.state.name == "WAITING" and not {"share", "begun"} & set(one.user_attrs)
-    return waits or one.user_attrs.get("reason", "").startswith("refused")
+def _never_ran(trial: Any) -> bool:
+    waits = trial.state.name == "WAITING" and not {"share", "begun"} & set(trial.user_attrs)
+    return waits or trial.user_attrs.get("reason", "").startswith("refused")
 
 
-def _state(one: Any) -> str:
-    reason = one.user_attrs.get("reason", "")
-    if one.state.name == "PRUNED":
+def _state(trial: Any) -> str:
+    reason = trial.user_attrs.get("reason", "")
+    if trial.state.name == "PRUNED":
         first = reason.partition(":")[0]
         return first if first in ("refused", "failed") else "stopped early"
     names = {"COMPLETE": "done", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
-    return names[one.state.name]
+    return names[trial.state.name]

@@ -46,13 +46,13 @@ def check(sampler: Sampler, searched: Sequence[Searched], num_aims: int) -> int 
         OptionError: the sampler does not support the search.
     """
     if sampler is Sampler.grid:
-        return math.prod(len(one.grid()) for one in searched)
+        return math.prod(len(option.grid()) for option in searched)
     if sampler is Sampler.cmaes:
         if num_aims > 1:
             raise OptionError(
                 f"--sampler cmaes takes one objective, and {num_aims} are given; use tpe, or give one"
             )
-        if sum(one.is_range for one in searched) < 2:
+        if sum(option.is_range for option in searched) < 2:
             raise OptionError(
                 "--sampler cmaes needs at least two ranges of numbers; use tpe, or search another range"
             )
@@ -70,10 +70,10 @@ def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int
         number: Number of the trial, so that different trials draw differently.
     """
     with settled():
-        made = _built(sampler, searched, seed, number)
+        inner = _built(sampler, searched, seed, number)
         if sampler in (Sampler.tpe, Sampler.random) and combinations(searched):
-            return DistinctSampler(made, searched, random.Random(f"{seed} {number}"))
-        return RoundingSampler(made, searched)
+            return DistinctSampler(inner, searched, random.Random(f"{seed} {number}"))
+        return RoundingSampler(inner, searched)
 
 
 def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
@@ -86,7 +86,7 @@ def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: in
         case Sampler.random:
             return kinds.RandomSampler(seed=own)
         case Sampler.grid:
-            return kinds.GridSampler({one.name: one.grid() for one in searched}, seed=seed)
+            return kinds.GridSampler({option.name: option.grid() for option in searched}, seed=seed)
         case Sampler.cmaes:
             return kinds.CmaEsSampler(seed=own, warn_independent_sampling=False)
 
@@ -104,7 +104,7 @@ class RoundingSampler:
     def __init__(self, sampler: Any, searched: Sequence[Searched]) -> None:
         self.study: Any = None
         self._sampler = sampler
-        self._options = {one.name: one for one in searched}
+        self._options = {option.name: option for option in searched}
         self.infer_relative_search_space = sampler.infer_relative_search_space
         self.before_trial, self.after_trial = sampler.before_trial, sampler.after_trial
         self.reseed_rng = sampler.reseed_rng
@@ -142,7 +142,7 @@ class DistinctSampler(RoundingSampler):
         self.infer_relative_search_space = self._space
 
     def _space(self, _study: Any, _trial: Any) -> dict[str, Any]:
-        return {name: one.distribution for name, one in self._options.items()}
+        return {name: option.distribution for name, option in self._options.items()}
 
     def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
         """Settings that no other trial has, while any are left."""
@@ -158,8 +158,8 @@ class DistinctSampler(RoundingSampler):
                 return drawn
         while True:
             drawn = {
-                name: one.at(self._source.randrange(one.count or 1))
-                for name, one in self._options.items()
+                name: option.at(self._source.randrange(option.count or 1))
+                for name, option in self._options.items()
             }
             if self._key(drawn) not in tried:
                 return drawn
@@ -168,15 +168,15 @@ class DistinctSampler(RoundingSampler):
         """Settings of other trials, except those that failed for reasons unrelated to their settings."""
         fail = optuna().trial.TrialState.FAIL
         return {
-            self._key(one.params)
+            self._key(trial.params)
             # Not of the sampler's study, which under Hyperband has those of one bracket.
-            for one in self.study.get_trials(deepcopy=False)
-            if one.number != number and one.state is not fail
-            if set(self._options) <= set(one.params)
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.number != number and trial.state is not fail
+            if set(self._options) <= set(trial.params)
         }
 
     def _key(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(one.shown(settings[name]) for name, one in self._options.items())
+        return tuple(option.shown(settings[name]) for name, option in self._options.items())
 
 
 def pruner(name: Pruner, every: int, steps: int) -> Any:

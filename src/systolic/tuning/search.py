@@ -169,33 +169,33 @@ def _places(value: float) -> int:
 
 def combinations(searched: Sequence[Searched]) -> int | None:
     """Number of distinct settings; None if an option has a continuous range, or nothing is searched."""
-    counts = [one.count for one in searched]
+    counts = [option.count for option in searched]
     known = [count for count in counts if count is not None]
     return math.prod(known) if known and len(known) == len(counts) else None
 
 
-def parse(given: Sequence[str], typed: Typed) -> list[Searched]:
+def parse(texts: Sequence[str], typed: Typed) -> list[Searched]:
     """Parses the options of ``--search``.
 
     Args:
-        given: Options, each as ``NAME=SPEC``.
+        texts: Options, each as ``NAME=SPEC``.
         typed: Parses a value as the recipe's option does.
 
     Raises:
         OptionError: an option is unknown or given twice, or its values are not of its type.
     """
-    found: dict[str, Searched] = {}
-    for text in given:
+    searched: dict[str, Searched] = {}
+    for text in texts:
         name, equals, spec = text.removeprefix("--").partition("=")
         name = name.replace("_", "-")
         if not equals or not spec:
             raise OptionError(
                 f"--search is {text!r}; it takes an option with {FORMS}: --search optimizer.learning-rate=log:1e-4..1e-2"
             )
-        if name in found:
+        if name in searched:
             raise OptionError(f"--search names {name} twice; give all of its values in one")
-        found[name] = _searched(name, spec, typed)
-    return list(found.values())
+        searched[name] = _searched(name, spec, typed)
+    return list(searched.values())
 
 
 def _searched(name: str, spec: str, typed: Typed) -> Searched:
@@ -321,8 +321,8 @@ def read_value(hint: Any, word: str, named: str) -> Any:
         except ValueError:
             continue
         limit = ranged(hint)
-        if limit is not None and (told := complaint(named, limit, value)) is not None:
-            raise OutOfRangeError(told)
+        if limit is not None and (problem := complaint(named, limit, value)) is not None:
+            raise OutOfRangeError(problem)
         return value
     raise OptionError(f"{named} is {word!r}; it takes {' or '.join(map(_type_text, kinds))}")
 
@@ -330,16 +330,16 @@ def read_value(hint: Any, word: str, named: str) -> Any:
 def _option_types(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
     """Option as typed, without dashes before it, to its annotated type."""
     hints = typing.get_type_hints(function, include_extras=True)
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints.get(name, parameter.annotation)
         plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
         typed = f"{prefix}{dashed(name)}"
         if isinstance(plain, type) and is_dataclass(plain):
-            found |= _option_types(plain, f"{typed}.")
+            types |= _option_types(plain, f"{typed}.")
         else:
-            found[typed] = hint
-    return found
+            types[typed] = hint
+    return types
 
 
 def _converted(kind: Any, word: str) -> Any:

@@ -42,7 +42,7 @@ class Repeated:
     def gains(self) -> list[float]:
         """Differences by seed, positive where the best settings are better."""
         sign = -1 if self.aim.mode is Mode.min else 1
-        return [sign * (one - other) for one, other in zip(self.best, self.default, strict=True)]
+        return [sign * (best - other) for best, other in zip(self.best, self.default, strict=True)]
 
     @property
     def is_even(self) -> bool:
@@ -128,12 +128,12 @@ def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
         if row.is_done:
             values[row.number % 2].append(row.figures[aim.name])
     missing = [row for row in rows if not row.is_done]
-    told = [f"{repeats.title(row)}: {row.reason}" for row in missing if row.reason]
+    reasons = [f"{repeats.title(row)}: {row.reason}" for row in missing if row.reason]
     return Repeated(
         trial=best.best.number,
         aim=aim,
         seeds=seeds,
         best=values[0],
         default=values[1],
-        failure=told[0] if told else "not ended; rerun to continue",
+        failure=reasons[0] if reasons else "not ended; rerun to continue",
     )

@@ -59,13 +59,13 @@ class StudyAddress:
     url: str
     """URL with the driver that is used."""
     name: str
-    given: str = ""
+    user_url: str = ""
     """URL as the user gave it; empty for a file in the study's folder."""
 
     @property
     def shown(self) -> str:
         """The URL as given, without passwords."""
-        url = sqlalchemy().engine.make_url(self.given or self.url)
+        url = sqlalchemy().engine.make_url(self.user_url or self.url)
         return url.difference_update_query(["password"]).render_as_string(hide_password=True)
 
 
@@ -78,7 +78,7 @@ def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
     optuna()
     if storage is None:
         return StudyAddress(url=f"sqlite:///{folder / DATABASE}", name=name)
-    given = storage
+    url = storage
     for plain in ("postgresql://", "postgres://"):
         if storage.startswith(plain):
             storage = f"postgresql+psycopg://{storage.removeprefix(plain)}"
@@ -93,7 +93,7 @@ def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
         raise OptionError(
             "--storage is not a database URL; it takes one such as postgresql://user@host/tuning or sqlite:///study.db"
         ) from error
-    return StudyAddress(url=storage, name=name, given=given)
+    return StudyAddress(url=storage, name=name, user_url=url)
 
 
 class SharedStudy:
@@ -188,7 +188,7 @@ class SharedStudy:
 
         A trial that was released is waiting here, whereas Optuna keeps it as running.
         """
-        return [one for one, _ in self._read(total)]
+        return [trial for trial, _ in self._read(total)]
 
     def _read(self, total: float = math.inf) -> list[tuple[Any, Claim | None]]:
         """Records of :meth:`trials` with their claims."""
@@ -196,14 +196,14 @@ class SharedStudy:
             # In this order: a claim is made before Optuna's trial runs.
             records = self._study.get_trials(deepcopy=False)
             claims = self._claims.read()
-        found = []
-        for one in records:
+        trials = []
+        for record in records:
             # Trials of earlier versions have no key.
-            key = self._keys[one.number] = one.user_attrs.get(CLAIM, str(one.number))
+            key = self._keys[record.number] = record.user_attrs.get(CLAIM, str(record.number))
             claim = claims.get(key)
-            if one.number < total or one.state.is_finished():
-                found.append((_as_claimed(one, claim), claim))
-        return found
+            if record.number < total or record.state.is_finished():
+                trials.append((_as_claimed(record, claim), claim))
+        return trials
 
     def _key(self, number: int) -> str:
         """Key of a trial's claim."""
@@ -238,12 +238,12 @@ class SharedStudy:
             if self._settle_running(trials, is_busy):
                 continue
             free = [
-                (one, claim)
-                for one, claim in trials
-                if one.state is waiting and not is_busy(one.number)
+                (trial, claim)
+                for trial, claim in trials
+                if trial.state is waiting and not is_busy(trial.number)
             ]
-            for one, claim in free:
-                if (record := self._take(one.number, worker, claim)) is not None:
+            for trial, claim in free:
+                if (record := self._take(trial.number, worker, claim)) is not None:
                     return record
             if free:
                 continue
@@ -299,12 +299,12 @@ class SharedStudy:
         started by an earlier version, and gets one. Returns whether any has changed.
         """
         changed = False
-        for one, claim in trials:
-            number, key = one.number, self._key(one.number)
-            if one.state is not optuna().trial.TrialState.RUNNING:
+        for trial, claim in trials:
+            number, key = trial.number, self._key(trial.number)
+            if trial.state is not optuna().trial.TrialState.RUNNING:
                 continue
             if claim is None:
-                self._claims.adopt(key, one.user_attrs.get(WORKER) or UNKNOWN_WORKER)
+                self._claims.adopt(key, trial.user_attrs.get(WORKER) or UNKNOWN_WORKER)
                 changed = True
                 continue
             gone, silent = is_gone(claim.worker), self._claims.is_silent(claim)
@@ -325,7 +325,7 @@ class SharedStudy:
         """
         with self._claims.granting() as connection:
             others = [each for each in self._read() if each[0].number != record.number]
-            left = budget_usd - sum(_spent(one, claim) for one, claim in others)
+            left = budget_usd - sum(_spent(trial, claim) for trial, claim in others)
             if dollars <= left:
                 self._claims.grant(connection, self._key(record.number))
         return left
@@ -372,16 +372,16 @@ class SharedStudy:
             )
 
 
-def _as_claimed(one: Any, claim: Claim | None) -> Any:
+def _as_claimed(record: Any, claim: Claim | None) -> Any:
     """Optuna's record of a trial, in the state that its claim has."""
-    if claim is None or one.state.is_finished():
-        return one
+    if claim is None or record.state.is_finished():
+        return record
     states = optuna().trial.TrialState
     state = states.RUNNING if claim.worker else states.WAITING
-    if one.state is not state:
-        one = copy.copy(one)
-        one.state = state
-    return one
+    if record.state is not state:
+        record = copy.copy(record)
+        record.state = state
+    return record
 
 
 @contextlib.contextmanager
@@ -422,9 +422,9 @@ def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) ->
             )
 
 
-def _spent(one: Any, claim: Claim | None) -> float:
+def _spent(record: Any, claim: Claim | None) -> float:
     """Dollars that a trial takes from the budget: for the steps that ran; for all steps while it runs, once they are reserved."""
-    kept, state = one.user_attrs, one.state.name
+    kept, state = record.user_attrs, record.state.name
     if state == "RUNNING":
         granted = (claim is not None and claim.is_granted) or GRANTED in kept
         share = float(granted or "begun" in kept)
@@ -441,7 +441,7 @@ def _opened(where: StudyAddress) -> tuple[Any, Any]:
     if where.url.startswith("sqlite"):
         arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
 
-    def made() -> tuple[Any, Any]:
+    def parts() -> tuple[Any, Any]:
         engine = sqlalchemy().create_engine(where.url, **arguments)
         if where.url.startswith("sqlite"):
             sqlalchemy().event.listen(engine, "connect", _log_ahead)
@@ -457,7 +457,7 @@ def _opened(where: StudyAddress) -> tuple[Any, Any]:
     with _driven(where), _reported(where):
         _check_own(where)
         try:
-            engine, storage = _retried(made)
+            engine, storage = _retried(parts)
         except RuntimeError as error:  # Optuna's, for tables that it can upgrade
             raise DataError(
                 f"the storage {where.shown} is of another version of Optuna; back it up and upgrade it with optuna storage upgrade --storage URL, or {_ELSE}"
@@ -525,7 +525,7 @@ def _reported(where: StudyAddress) -> Generator[None]:
             ) from error
         away = (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError)
         other = any(words in reason for words in UNKNOWN)
-        if not other and any(isinstance(one, away) for one in (error, cause)):
+        if not other and any(isinstance(raised, away) for raised in (error, cause)):
             raise RunError(
                 f"the storage {where.shown} does not answer ({reason}); start the database, or check --storage"
             ) from error
@@ -566,7 +566,7 @@ def _different(had: Any, has: Any) -> tuple[str, str]:
     """Two values as text; for mappings, the entries that differ."""
     if isinstance(had, Mapping) and isinstance(has, Mapping):
         names = [name for name in {**had, **has} if had.get(name) != has.get(name)]
-        both = [" ".join(f"{name}={one.get(name)}" for name in names) for one in (had, has)]
+        both = [" ".join(f"{name}={mapping.get(name)}" for name in names) for mapping in (had, has)]
         return both[0], both[1]
     return _text(had), _text(has)
 

@@ -129,7 +129,7 @@ class TrialWorker:
 
     def _check_precision(self) -> None:
         """Checks that all machines of the study resolve precision auto to the same one."""
-        job, searched = self.tuning.job, [one.name for one in self.tuning.searched]
+        job, searched = self.tuning.job, [option.name for option in self.tuning.searched]
         if job.precision is Precision.auto and "precision" not in searched:
             own = job.precision.resolve(LocalDevices.here().platform)
             self.shared.settle({"precision": own.value})
@@ -142,7 +142,7 @@ class TrialWorker:
         """
         tuning = self.tuning
         if tuning.job.batch.per_device is None and BATCH not in (
-            one.name for one in tuning.searched
+            option.name for option in tuning.searched
         ):
             return
         here = len(LocalDevices.here().devices)
@@ -159,7 +159,9 @@ class TrialWorker:
 
     def _others_run(self) -> bool:
         running = [
-            one for one in self.shared.trials(self.tuning.trials) if not one.state.is_finished()
+            trial
+            for trial in self.shared.trials(self.tuning.trials)
+            if not trial.state.is_finished()
         ]
         return bool(running)
 
@@ -191,7 +193,7 @@ class TrialWorker:
                 reports=len(tuning.aims) == 1,
                 last=source.job.steps,
                 metric=tuning.aims[0].name,
-                note=lambda **found: shared.note(record.number, **found),
+                note=lambda **notes: shared.note(record.number, **notes),
                 taken=taken,
                 owned=lambda: shared.owns(record.number, worker),
             )
@@ -218,7 +220,7 @@ class TrialWorker:
     def _out_of_memory(self, trial: Any) -> str:
         """Ends a trial that ran out of device memory; returns the reason if it is not attributed to the settings, or an empty string."""
         reason = "out of memory on this machine's devices"
-        if any("steps" in one.user_attrs for one in self.shared.trials(self.tuning.trials)):
+        if any("steps" in other.user_attrs for other in self.shared.trials(self.tuning.trials)):
             self.shared.finish(trial, this_worker(), None, f"failed: {reason}")
             return ""
         # No trial has trained yet: other processes may hold the memory.
@@ -229,13 +231,13 @@ class TrialWorker:
         """Stores the steps and the time of a failed trial; it costs its share of ``last`` steps."""
         if not self.shared.owns(trial.number, this_worker()):
             return
-        found: dict[str, Any] = {"share": 0.0}
+        notes: dict[str, Any] = {"share": 0.0}
         with contextlib.suppress(SystolicError):  # it has no run
             run = load_run(self.tuning.run(trial.number))
             # A bad step has no train record.
             if steps := max(run.step, int(number(run.last.get("step")) or 0)):
-                found = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
-        self.shared.note(trial.number, **found)
+                notes = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
+        self.shared.note(trial.number, **notes)
 
     def _give_up(self, number: int) -> str:
         """Leaves a trial to the worker that has taken it over."""
@@ -279,21 +281,21 @@ class TrialWorker:
             alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
             on = slice(tuning.on)
             try:
-                made = forecast_step(
+                forecast = forecast_step(
                     replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
                 )
             except (OptionError, LayoutError) as error:
                 return f"refused: {error}"
-            if not made.fits:
-                need = (made.rejected or {}).get("need_bytes")
-                has = gibibytes(made.capacity_bytes)
+            if not forecast.fits:
+                need = (forecast.rejected or {}).get("need_bytes")
+                has = gibibytes(forecast.capacity_bytes)
                 memory = (
                     f"{gibibytes(need)} per device needed, {has} available"
                     if need
                     else f"{has} per device available"
                 )
                 return f"refused: does not fit {tuning.on} ({memory})"
-            seconds, price = made.step_seconds, hourly(on, tuning.price)
+            seconds, price = forecast.step_seconds, hourly(on, tuning.price)
             known["forecast_seconds"] = None if seconds is None else seconds * job.steps
             if seconds is not None and price is not None:
                 known["dollars"] = price * seconds * job.steps / HOUR

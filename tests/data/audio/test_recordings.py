@@ -10,7 +10,7 @@ import soundfile
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.audio.recordings import Recordings, Writing, read_manifest
 from systolic.data.audio.sound import log_mel, read_sound
-from systolic.data.skipped_files import FILES
+from systolic.data.input_files import FILES
 from systolic.job import Read, Split
 from systolic.job.data import MASK, OnError
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageEnhance
 
 from systolic.core.errors import OptionError
-from systolic.data.image.augmentation import CHANCES, ERASED_AREA, Augmentation, recoloured
+from systolic.data.image.pictures import CHANCES, ERASED_AREA, Augmentation, recoloured
 
 
 def picture(channels: int = 3) -> np.ndarray:

@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.images import INDEX, Images, listing, pack
-from systolic.data.image.pictures import Crop, centre, crop, decode, random_box
-from systolic.data.skipped_files import FILES
+from systolic.data.image.pictures import Augmentation, Crop, centre, crop, decode, random_box
+from systolic.data.input_files import FILES
 from systolic.job import OnError, Read, Split
 
 CLASSES = ("bird", "cat", "dog")

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from systolic.core.errors import DataError
-from systolic.data.image.pictures import centre, decode
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Preparation, centre, decode
 
 
 def both(file: Path, channels: int) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Preparation
 from systolic.data.input_files import InputFiles
 from systolic.formats.examples import example_inputs
 from systolic.formats.hugging_face.preprocessor import OutsidePictures

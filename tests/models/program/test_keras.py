@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError, SystolicError
+from systolic.models.program.config import load_keras, made_by
 from systolic.models.program.keras_function import keras_function
-from systolic.models.program.making import load_keras, made_by
 from tests.models.program import zoo
 from tests.tiers import some
 

@@ -12,9 +12,8 @@ from systolic.compiling.program import JobProgram
 from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Job
-from systolic.models.program.config import Maker, TorchModule
+from systolic.models.program.config import Maker, TorchModule, made_by
 from systolic.models.program.function import PureFunction
-from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from systolic.steps.tasks.arrays import ArrayClassification
 from tests.models.program import zoo

@@ -14,10 +14,10 @@ from systolic.compiling.program_store import ReadyProgram
 from systolic.core.errors import DataError
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Bucket, Row
+from systolic.serving.batch.buckets import BatchOptions, InputLimits
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.batch.intake import Intake
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.compiles import CompileFacts
 

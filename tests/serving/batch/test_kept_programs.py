@@ -11,8 +11,8 @@ import systolic
 from systolic.compiling.program_store import ProgramStore
 from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.rows import Bucket, Row
-from systolic.serving.batch.opening import intake_of
-from systolic.serving.batch.options import InputLimits
+from systolic.serving.batch.buckets import InputLimits
+from systolic.serving.batch.model import intake_of
 from systolic.serving.compiles import COMPILED
 from tests.formats import test_sentences
 

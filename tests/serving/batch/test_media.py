@@ -13,11 +13,10 @@ from PIL import Image
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.audio.sound import read_sound
-from systolic.data.image.pictures import check_picture
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Preparation, check_picture
 from systolic.formats.hugging_face.preprocessor import OutsidePictures
+from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
-from systolic.serving.batch.options import InputLimits
 from systolic.serving.errors import RefusedError
 
 DATA = OutsidePictures(preparation=Preparation(side=8, shorter=9), classes=("a", "b"))

@@ -19,10 +19,8 @@ import systolic
 from systolic.core.errors import OptionError
 from systolic.inference.predictor import Predictor
 from systolic.inference.rows import Bucket, Row
-from systolic.serving.batch.buckets import Shapes
-from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.opening import batch_model, intake_of
-from systolic.serving.batch.options import BatchOptions, InputLimits
+from systolic.serving.batch.buckets import BatchOptions, InputLimits, Shapes
+from systolic.serving.batch.model import DynamicBatches, batch_model, intake_of
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from tests.formats import test_sentences, test_speech
 from tests.models import images

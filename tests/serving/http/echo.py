@@ -17,8 +17,8 @@ from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError
-from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
 from systolic.serving.text.request import Finish, Logprob, TextOutput, TextRequest
+from systolic.serving.text.sequence import EngineLoad, EngineWatcher, StepFacts
 
 
 class EchoStream:

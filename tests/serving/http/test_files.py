@@ -18,13 +18,12 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 import systolic
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Preparation
 from systolic.formats.hugging_face.preprocessor import OutsidePictures
 from systolic.inference.predictor import Predictor
 from systolic.inference.rows import Bucket, Row
-from systolic.serving.batch.buckets import Shapes
-from systolic.serving.batch.opening import batch_model
-from systolic.serving.batch.options import BatchOptions, InputLimits
+from systolic.serving.batch.buckets import BatchOptions, InputLimits, Shapes
+from systolic.serving.batch.model import batch_model
 from systolic.serving.registry import ServedBatch
 from systolic.steps.steps import StepFunctions
 from tests.formats import test_speech

@@ -18,11 +18,11 @@ from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text import replicas as placement_module
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replicas import ReplicaPlacement, Replicas
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
+from systolic.serving.text.sequence import EngineLoad, StepFacts
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, ServingLayout
@@ -208,7 +208,7 @@ def crowded(name: str) -> dict[str, Any]:
 
 def chosen(name: str, capacity: int) -> dict[str, Any]:
     """What is chosen for a model where nothing is asked for, with so many bytes a device."""
-    placement = ReplicaPlacement(asked=ServingLayout(), sizes=SIZES)
+    placement = ReplicaPlacement(layout=ServingLayout(), sizes=SIZES)
     placement_module.capacity_bytes = lambda _: capacity
     given = job(model=MODELS[name], batch=2)
     places = [placement.place(given, "cpu", jax.devices(), number) for number in range(4)]
@@ -241,7 +241,7 @@ def replicated(name: str) -> dict[str, Any]:
 
 def real() -> dict[str, Any]:
     """SmolLM2, whose nine heads three devices divide, as a server opens it."""
-    placement = ReplicaPlacement(asked=ServingLayout(data=1, tensor=3), sizes=SIZES)
+    placement = ReplicaPlacement(layout=ServingLayout(data=1, tensor=3), sizes=SIZES)
     model = from_source(
         open_source(weights.smollm2()),
         Precision.f32,

@@ -16,9 +16,8 @@ import psutil
 
 from systolic.serving.errors import RefusedError
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.request import Finish, SamplingParams, Stream, TextOutput, TextRequest
-from systolic.serving.text.sequence import Sequence
+from systolic.serving.text.sequence import EngineLoad, Sequence, StepFacts
 from tests.serving.http.running import Running
 
 GREEDY = SamplingParams(temperature=0.0)

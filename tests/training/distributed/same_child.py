@@ -16,7 +16,7 @@ import numpy as np
 
 from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
-from systolic.data.skipped_files import Skipped
+from systolic.data.input_files import Skipped
 from systolic.data.text.documents import Documents
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.rows import Packing

@@ -12,13 +12,13 @@ Cell = Callable[[ComparedModel], str]
 Shown = Callable[[Any], str]
 
 
-def lines(made: Comparison) -> list[str]:
+def lines(comparison: Comparison) -> list[str]:
     """The table, then what both answered and what was run."""
-    sides = (made.a, made.b)
-    rows: list[Sequence[str]] = [("", str(made.a.path), str(made.b.path))]
+    sides = (comparison.a, comparison.b)
+    rows: list[Sequence[str]] = [("", str(comparison.a.path), str(comparison.b.path))]
 
     def add(name: str, cell: Cell) -> None:
-        rows.append((name, cell(made.a), cell(made.b)))
+        rows.append((name, cell(comparison.a), cell(comparison.b)))
 
     add("model", lambda side: f"{side.kind}, {side.precision} here")
     add("parameters", lambda side: f"{side.parameters:,}")
@@ -36,30 +36,30 @@ def lines(made: Comparison) -> list[str]:
     table = [
         "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    return [*table, *_told(made)]
+    return [*table, *_told(comparison)]
 
 
-def _told(made: Comparison) -> list[str]:
-    found = []
-    if (one := made.agreement) is not None:
-        found.append(str(one))
+def _told(comparison: Comparison) -> list[str]:
+    texts = []
+    if (agreement := comparison.agreement) is not None:
+        texts.append(str(agreement))
     else:
-        found.append(f"outputs not compared: {made.disagreement}")
-    if made.data is not None:
-        found.append(f"measured on {made.data}")
-    if made.timed:
-        found += timed_lines((made.a.speeds, made.b.speeds), made.timed)
-    for name, forecast in made.a.speeds.forecasts.items():
-        found.append(f"forecast: {forecast['program']} on {name}")
-    return found
+        texts.append(f"outputs not compared: {comparison.disagreement}")
+    if comparison.data is not None:
+        texts.append(f"measured on {comparison.data}")
+    if comparison.timed:
+        texts += timed_lines((comparison.a.speeds, comparison.b.speeds), comparison.timed)
+    for name, forecast in comparison.a.speeds.forecasts.items():
+        texts.append(f"forecast: {forecast['program']} on {name}")
+    return texts
 
 
 def _add_recorded(add: Callable[[str, Cell], None], sides: tuple[ComparedModel, ...]) -> None:
     def values(side: ComparedModel) -> dict[tuple[str, str], float | None]:
         return {
-            (one["on"], name): value
-            for one in side.recorded
-            for name, value in one["metrics"].items()
+            (evaluation["on"], name): value
+            for evaluation in side.recorded
+            for name, value in evaluation["metrics"].items()
         }
 
     for split, metric in _names(values(side) for side in sides):
@@ -71,11 +71,11 @@ def _add_recorded(add: Callable[[str, Cell], None], sides: tuple[ComparedModel, 
 
 def _names(each: Any) -> list[Any]:
     """Keys of several mappings, each once, in order."""
-    found: dict[Any, None] = {}
-    one: Mapping[Any, Any]
-    for one in each:
-        found |= dict.fromkeys(one)
-    return list(found)
+    keys: dict[Any, None] = {}
+    mapping: Mapping[Any, Any]
+    for mapping in each:
+        keys |= dict.fromkeys(mapping)
+    return list(keys)
 
 
 def _bytes(value: float | None) -> str:

@@ -16,8 +16,8 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, Range, check
 from systolic.data.audio.sound import log_mel, num_samples, read_sound
+from systolic.data.input_files import SIDE, pack
 from systolic.data.random_access import Picks, Table
-from systolic.data.skipped_files import SIDE, pack
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import MASK, Batches, Contents, OnError
@@ -139,10 +139,10 @@ class Recordings(Data):
             return [] if path is None else read_manifest(path)
         if self.path is None:
             return []
-        found, share = read_manifest(self.path), self.validation_share
-        held = [int((i + 1) * share) > int(i * share) for i in range(len(found))]
+        lines, share = read_manifest(self.path), self.validation_share
+        held = [int((i + 1) * share) > int(i * share) for i in range(len(lines))]
         wanted = split is Split.validation
-        return [line for line, own in zip(found, held, strict=True) if own is wanted]
+        return [line for line, own in zip(lines, held, strict=True) if own is wanted]
 
     def size(self, split: Split) -> int | None:
         """Recordings in a split; ``None`` where several share a window."""
@@ -188,26 +188,26 @@ class Recordings(Data):
         """
         from systolic.data.random_access import open_table
 
-        found = self.lines(read.split)
-        if not found:
+        lines = self.lines(read.split)
+        if not lines:
             raise DataError(
                 f"{self.path or self.validation} has no recording for {read.split.value}; give a manifest with some"
             )
-        tokens = self.get_tokenizer().encode_all([f" {line.text}" for line in found])
+        tokens = self.get_tokenizer().encode_all([f" {line.text}" for line in lines])
         return open_table(
-            Spoken(self, found, tokens, groups(self, found, tokens)), read, self.fields(), FILL
+            Spoken(self, lines, tokens, groups(self, lines, tokens)), read, self.fields(), FILL
         )
 
     def windows(self, wave: "np.ndarray") -> "list[Window]":
         """Windows of a recording f32[samples] (:func:`systolic.data.audio.sound.read_sound`), in order."""
         from systolic.data.audio.sound import RATE, cut, log_mel
 
-        made, at = [], 0
+        windows, at = [], 0
         for part in cut(wave, self.samples):
             features = log_mel(part, 2 * self.frames, self.mels)
-            made.append(Window(features, at / RATE, (at + len(part)) / RATE))
+            windows.append(Window(features, at / RATE, (at + len(part)) / RATE))
             at += len(part)
-        return made
+        return windows
 
 
 def read_manifest(path: Path) -> list[Utterance]:
@@ -221,7 +221,7 @@ def read_manifest(path: Path) -> list[Utterance]:
         rows = [row for row in path.read_text().splitlines() if row.strip()]
     except OSError as error:
         raise NotFoundError(f"{path} can't be read ({error.strerror}); check the path") from error
-    found = []
+    utterances = []
     for number, row in enumerate(rows, 1):
         try:
             line = json.loads(row) if row.lstrip().startswith("{") else _tabbed(row)
@@ -230,8 +230,8 @@ def read_manifest(path: Path) -> list[Utterance]:
             raise DataError(
                 f'line {number} of {path} is no recording ({error}); write {{"audio": PATH, "text": TEXT}}, or the two with a tab between'
             ) from error
-        found.append(Utterance(path.parent / str(audio), " ".join(str(text).split())))
-    return found
+        utterances.append(Utterance(path.parent / str(audio), " ".join(str(text).split())))
+    return utterances
 
 
 def _tabbed(row: str) -> dict[str, str]:
@@ -262,15 +262,15 @@ def groups(
     """Numbers of the lines of each window: one, or as many in a row as fit where windows are shared."""
     if not data.joined:
         return [range(i, i + 1) for i in range(len(lines))]
-    found, start, sound = [], 0, 0
+    ranges, start, sound = [], 0, 0
     text = room = data.sequence - len(data.writing.prompt)
     for number, (line, ids) in enumerate(zip(lines, tokens, strict=True)):
         length = num_samples(line.audio)
         if number > start and (sound + length > data.samples or len(ids) > text):
-            found.append(range(start, number))
+            ranges.append(range(start, number))
             start, sound, text = number, 0, room
         sound, text = sound + length, text - len(ids)
-    return [*found, range(start, len(lines))]
+    return [*ranges, range(start, len(lines))]
 
 
 class Spoken(Table):

@@ -6,11 +6,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.image.augmentation import CHANCES, Augmentation
-from systolic.data.image.pictures import EVALUATION_SHARE, centre, crop, decode, random_box, upright
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import (
+    CHANCES,
+    EVALUATION_SHARE,
+    Augmentation,
+    Preparation,
+    centre,
+    crop,
+    decode,
+    random_box,
+    upright,
+)
+from systolic.data.input_files import SIDE, pack
 from systolic.data.random_access import Picks, Table, uniform
-from systolic.data.skipped_files import SIDE, pack
 from systolic.job.data import MASK, OnError
 
 MANY = 8

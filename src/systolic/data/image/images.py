@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import as_paths, nearest_file, write_json
 from systolic.core.ranges import Range, check
-from systolic.data.image.augmentation import Augmentation
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Augmentation, Preparation
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, Contents, OnError
 
@@ -230,8 +229,8 @@ class Images(Data):
 
         if self.preparation is not None:
             return {"image": self.preparation.apply(content, self.channels, name)}
-        made = centre(decode(content, name), self.side, self.channels, EVALUATION_SHARE, name)
-        return {"image": made}
+        image = centre(decode(content, name), self.side, self.channels, EVALUATION_SHARE, name)
+        return {"image": image}
 
 
 def _nothing() -> Listing:
@@ -320,15 +319,15 @@ def _layout(path: Path) -> tuple[Path, dict[Split, Path]]:
     """The folder of the training classes, and the folders of the other splits that have one."""
     if not path.is_dir():
         raise NotFoundError(f"{path} is not a folder; give one with a folder of pictures per class")
-    found = {
+    folders = {
         split: path / name
         for split, names in FOLDERS.items()
         for name in reversed(names)
         if (path / name).is_dir()
     }
     # Without train/, a folder named test is a class like any other.
-    root = found.pop(Split.train, None)
-    return (path, {}) if root is None else (root, found)
+    root = folders.pop(Split.train, None)
+    return (path, {}) if root is None else (root, folders)
 
 
 def _folders(root: Path) -> list[str]:
@@ -373,11 +372,11 @@ def _scan_again(root: Path, classes: tuple[str, ...], changed_ns: tuple[int, ...
     labels: list[int] = []
     for label, (name, time_ns) in enumerate(zip(classes, changed_ns, strict=True)):
         if time_ns:
-            found = sorted(
+            pictures = sorted(
                 str(file) for file in (root / name).iterdir() if file.suffix.lower() in SUFFIXES
             )
-            files += found
-            labels += [label] * len(found)
+            files += pictures
+            labels += [label] * len(pictures)
     return Listing(tuple(files), np.array(labels, np.int32))
 
 

@@ -1,17 +1,27 @@
-"""Picture files to arrays with Pillow: decoding, cropping, resizing."""
+"""Picture files to arrays with Pillow: decoding, cropping, resizing.
 
+Augmentation of training pictures: crop, mirror, colours, erased rectangle.
+
+Pictures as an imported model wants them: resized and cut as the processor that came with it does.
+"""
+
+import enum
 import io
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError
+from systolic.core.ranges import COUNT, SHARE, Range, check
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
+
 
 EVALUATION_SHARE = 0.875
 """Side of the centre crop over the shorter side: 224 of 256, as ImageNet is usually evaluated."""
@@ -191,3 +201,148 @@ def check_picture(content: bytes, most_pixels: int, name: str) -> None:
         raise DataError(
             f"{name} has {width} x {height} pixels, and at most {most_pixels} are taken; send a smaller one"
         )
+
+
+CHANCES = 13
+"""Random numbers a picture: 5 for crop and mirroring, 3 for colours, 5 for erasing."""
+ERASED_AREA = (0.02, 0.33)
+"""Share of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
+ERASED_ASPECT = (0.3, 3.3)
+"""Height over width of the erased rectangle, least and most; same source."""
+LUMA = (0.299, 0.587, 0.114)
+"""Grey from red, green and blue (ITU-R BT.601)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augmentation:
+    """Augmentation of training pictures. Evaluation uses the centre crop, unchanged.
+
+    Raises:
+        OptionError: a number outside its range.
+    """
+
+    crop: Annotated[float, Range(above=0, most=1)] = 0.08
+    """The smallest share of a picture's area that a training example shows (Szegedy et al. 2015)."""
+    flip: bool = True
+    """Mirror half of the examples left to right."""
+    jitter: Annotated[float, SHARE] = 0.0
+    """Brightness, contrast and saturation are scaled by a factor from 1 - jitter to 1 + jitter each; 0 leaves colours alone."""
+    erase: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Share of the examples in which a random rectangle takes the picture's mean colour."""
+
+    def __post_init__(self) -> None:
+        check(self, "augmentation")
+
+    def apply(self, pixels: "np.ndarray", chance: "np.ndarray") -> "np.ndarray":
+        """Applies the changes after cropping.
+
+        Args:
+            pixels: uint8[side, side, channels].
+            chance: float64[CHANCES] in [0, 1), of which the first four chose the part.
+        """
+        if self.flip and chance[4] < 0.5:
+            pixels = pixels[:, ::-1]
+        if self.jitter:
+            pixels = recoloured(pixels, 1 + self.jitter * (2 * chance[5:8] - 1))
+        if chance[8] < self.erase:
+            pixels = erased(pixels, chance[9:13])
+        return pixels
+
+
+def recoloured(pixels: "np.ndarray", factors: "np.ndarray") -> "np.ndarray":
+    """uint8[height, width, channels] with brightness, contrast and saturation scaled by float64[3].
+
+    Contrast is the distance from the picture's mean grey, saturation that from each pixel's own grey.
+    """
+    import numpy as np
+
+    weights = np.array(LUMA if pixels.shape[-1] == 3 else (1.0,))
+    brightness, contrast, saturation = factors
+    wide = pixels * brightness
+    mean = (wide @ weights).mean()
+    wide = mean + contrast * (wide - mean)
+    grey = (wide @ weights)[..., None]
+    wide = grey + saturation * (wide - grey)
+    return np.clip(np.rint(wide), 0, 255).astype(np.uint8)
+
+
+def erased(pixels: "np.ndarray", chance: "np.ndarray") -> "np.ndarray":
+    """uint8[height, width, channels] with a rectangle of the mean colour; float64[4] choose area, aspect and place."""
+    import numpy as np
+
+    height, width = pixels.shape[:2]
+    area = height * width * (ERASED_AREA[0] + chance[0] * (ERASED_AREA[1] - ERASED_AREA[0]))
+    low, high = np.log(ERASED_ASPECT)
+    aspect = np.exp(low + chance[1] * (high - low))
+    tall = min(height, max(1, round(float(np.sqrt(area * aspect)))))
+    wide = min(width, max(1, round(float(np.sqrt(area / aspect)))))
+    top, left = int(chance[2] * (height - tall + 1)), int(chance[3] * (width - wide + 1))
+    changed = pixels.copy()
+    changed[top : top + tall, left : left + wide] = np.rint(pixels.mean(axis=(0, 1)))
+    return changed
+
+
+class Resample(enum.Enum):
+    """Filter of a resize, by Pillow's names."""
+
+    nearest = "nearest"
+    bilinear = "bilinear"
+    bicubic = "bicubic"
+    lanczos = "lanczos"
+    box = "box"
+    hamming = "hamming"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """A resize and a cut from the centre, either or none.
+
+    Pixels are those of transformers' processors, which resize with Pillow, too, and round to bytes.
+    """
+
+    side: Annotated[int, COUNT]
+    """Height and width of the result."""
+    shorter: Annotated[int | None, COUNT] = None
+    """Length that the shorter edge is resized to; None resizes both edges to one length, whatever the shape."""
+    both: Annotated[int | None, COUNT] = None
+    """That length; None is ``side``."""
+    resize: bool = True
+    resample: Resample = Resample.bilinear
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def apply(self, source: Path | bytes, channels: int, name: str = "") -> np.ndarray:
+        """A picture file, or its content, as uint8[side, side, channels]; black where it is too small for the cut.
+
+        Raises:
+            DataError: it is not a picture, or damaged; the message calls it ``name``.
+            MissingExtraError: Pillow is not installed.
+        """
+        name = name or str(source)
+        image = decode(source, name)
+        with readable(name):
+            return self.cut(image, channels, name)
+
+    def cut(self, image: "Image", channels: int, name: str = "a picture") -> np.ndarray:
+        """An open picture as uint8[side, side, channels]; see :meth:`apply` for errors."""
+        from PIL import Image, ImageOps
+
+        image = plain(ImageOps.exif_transpose(image), channels, name)
+        if self.resize:
+            image = image.resize(
+                self.size(image.size), Image.Resampling[self.resample.name.upper()]
+            )
+        if image.size != (self.side, self.side):
+            left, top = (image.width - self.side) // 2, (image.height - self.side) // 2
+            image = image.crop((left, top, left + self.side, top + self.side))
+        return np.asarray(image, np.uint8).reshape(self.side, self.side, channels)
+
+    def size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Width and height after the resize of those before it."""
+        if self.shorter is None:
+            return self.both or self.side, self.both or self.side
+        width, height = size
+        if width <= height:
+            return self.shorter, int(self.shorter * height / width)
+        return int(self.shorter * width / height), self.shorter

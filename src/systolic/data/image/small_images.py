@@ -217,9 +217,9 @@ def _splits() -> "dict[Split, tuple[np.ndarray, np.ndarray]]":
 
 def _file() -> Path:
     """scikit-learn's own table; importing the library to read it takes seconds, for it loads SciPy."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise NotFoundError(
             "scikit-learn, whose digits these are, is not installed: pip install scikit-learn"
         )
-    return Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"

@@ -133,19 +133,19 @@ class StandardLibrary(TextData):
 @lru_cache(maxsize=2)
 def _gzip_bits(contents: tuple[bytes, ...]) -> float:
     """Bits per byte, kept for the next run of this process."""
-    packed = sum(len(gzip.compress(one, compresslevel=9, mtime=0)) for one in contents)
+    packed = sum(len(gzip.compress(content, compresslevel=9, mtime=0)) for content in contents)
     return 8 * packed / sum(map(len, contents))
 
 
 def _files(folder: Path, split: Split) -> tuple[Path, ...]:
     if not folder.is_dir():
         raise NotFoundError(f"{folder} is not a folder; give one that holds .py files")
-    found = []
+    sources = []
     for base, folders, files in os.walk(folder):
         # site-packages may hold many times the files of the library.
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        found += [os.path.join(base, name) for name in files if name.endswith(".py")]
-    relative = sorted(Path(os.path.relpath(file, folder)).as_posix() for file in found)
+        sources += [os.path.join(base, name) for name in files if name.endswith(".py")]
+    relative = sorted(Path(os.path.relpath(file, folder)).as_posix() for file in sources)
     kept = [name for name in relative if _split_of(name) is split]
     return tuple(file for name in kept if (file := folder / name).is_file())
 

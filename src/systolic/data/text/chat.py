@@ -156,8 +156,8 @@ class ChatTemplate:
             documents: Texts to answer from, for a template that takes them.
             names: What else the template may ask for, such as ``enable_thinking``.
         """
-        given = {**names, "tools": list(tools) or None, "documents": list(documents) or None}
-        return self._text(messages, given, answer=answer)
+        variables = {**names, "tools": list(tools) or None, "documents": list(documents) or None}
+        return self._text(messages, variables, answer=answer)
 
     def conversation(
         self,
@@ -178,63 +178,65 @@ class ChatTemplate:
         Raises:
             DataError: also where no answer can be told from the rest.
         """
-        given = {
+        variables = {
             "strftime_now": DATE.strftime,
             **names,
             "tools": list(tools) or None,
             "documents": list(documents) or None,
         }
-        text = self._text(messages, given, answer=False)
-        learned = [number for number, one in enumerate(messages) if is_learned(one)]
+        text = self._text(messages, variables, answer=False)
+        learned = [number for number, message in enumerate(messages) if is_learned(message)]
         if "endgeneration" in self.chosen(tools=bool(tools)):
-            marked = self._text(messages, given, answer=False, marked=True)
-            if OPEN in marked and (found := _unmarked(marked))[0] == text:
-                spans = found[1]
-                answers = [number for number, one in enumerate(messages) if one["role"] == ANSWERS]
+            marked = self._text(messages, variables, answer=False, marked=True)
+            if OPEN in marked and (unmarked := _unmarked(marked))[0] == text:
+                spans = unmarked[1]
+                answers = [
+                    number for number, message in enumerate(messages) if message["role"] == ANSWERS
+                ]
                 if learned == answers:
                     return Rendered(text=text, answers=tuple(spans))
                 if len(spans) == len(answers):
                     kept = zip(answers, spans, strict=True)
                     return Rendered(text=text, answers=tuple(s for n, s in kept if n in learned))
-        return self._told(messages, learned, given, text)
+        return self._told(messages, learned, variables, text)
 
     def _told(
-        self, messages: Messages, learned: Sequence[int], given: Mapping[str, Any], text: str
+        self, messages: Messages, learned: Sequence[int], variables: Mapping[str, Any], text: str
     ) -> Rendered:
         """A conversation with its answers told from the turns before them."""
-        told, missing, reason = [], 0, None
+        answers, missing, reason = [], 0, None
         for number in learned:
             try:
-                found = self._answer(messages, number, given, text)
+                place = self._answer(messages, number, variables, text)
             except DataError as error:  # It refuses the beginning of what it takes as a whole.
                 missing, reason = missing + 1, error
                 continue
-            if found is None:
+            if place is None:
                 missing += 1
             else:
-                told.append((found, _words_of(messages[number])))
-        if missing and not told:
+                answers.append((place, _words_of(messages[number])))
+        if missing and not answers:
             raise DataError(
                 f"the chat template of {self.origin} does not put answers behind the turns before them, so that the loss can't be on the answers alone; mark them in it with generation blocks, or give another with --template"
             ) from reason
         return Rendered(
             text=text,
-            answers=tuple((one.start, one.stop) for one, _ in told),
-            words=tuple(words for _, words in told),
+            answers=tuple((answer.start, answer.stop) for answer, _ in answers),
+            words=tuple(words for _, words in answers),
             missing=missing,
-            unopened=tuple(one.unopened for one, _ in told if one.unopened),
+            unopened=tuple(answer.unopened for answer, _ in answers if answer.unopened),
         )
 
     def _answer(
-        self, messages: Messages, number: int, given: Mapping[str, Any], text: str
+        self, messages: Messages, number: int, variables: Mapping[str, Any], text: str
     ) -> "_AnswerPlace | None":
         """Place of an answer in the text of its conversation; ``None`` where it is written otherwise there than as the last turn."""
         upto, behind = messages[:number], messages[: number + 1]
-        after = self._text(behind, given, answer=False)
+        after = self._text(behind, variables, answer=False)
         before = (
-            self._text(upto, given, answer=True)
+            self._text(upto, variables, answer=True)
             if number
-            else self._header(messages[0], given, after)
+            else self._header(messages[0], variables, after)
         )
         if before is None:
             return None
@@ -242,15 +244,17 @@ class ChatTemplate:
             return _AnswerPlace(len(before), len(after))
         same = _common(after, text)
         if after.startswith(before) and same >= len(before):
-            ends = (after.find(one, len(before)) + len(one) for one in _words_of(messages[number]))
+            ends = (
+                after.find(word, len(before)) + len(word) for word in _words_of(messages[number])
+            )
             if any(end > same for end in ends):  # Its own words are written otherwise there.
                 return None
         # By its own words, as what stands around it is written otherwise there.
-        last = self._place(behind, number, given, after)
-        here = self._place(messages, number, given, text)
+        last = self._place(behind, number, variables, after)
+        here = self._place(messages, number, variables, text)
         if last is None or here is None:
             return None
-        opened = self._start(upto, given, before, after, last[0])
+        opened = self._start(upto, variables, before, after, last[0])
         calls = bool(messages[number].get("tool_calls"))
         if opened is None and calls:  # A call is known by its name, which does not begin it.
             return None
@@ -260,17 +264,17 @@ class ChatTemplate:
         lead = last[0] - start
         if text[max(0, here[0] - lead - len(head)) : here[1]] != whole:
             return None
-        ending = self._ending(messages[number], given, after[last[1] :])
-        tail = _tail(ending, text[here[1] :], [one for _, one in self.tokens])
+        ending = self._ending(messages[number], variables, after[last[1] :])
+        tail = _tail(ending, text[here[1] :], [token for _, token in self.tokens])
         if not tail and calls:
             return None
         return _AnswerPlace(here[0] - lead, here[1] + tail, unopened)
 
     def _start(
-        self, upto: Messages, given: Mapping[str, Any], before: str, after: str, content: int
+        self, upto: Messages, variables: Mapping[str, Any], before: str, after: str, content: int
     ) -> tuple[int, str, str] | None:
         """Start of an answer in a text that ends with it, the words that begin it, and those of a prompt that it lacks; ``None`` where only its own words tell."""
-        plain = self._text(upto, given, answer=False) if upto else ""
+        plain = self._text(upto, variables, answer=False) if upto else ""
         words = before.removeprefix(plain)
         if after.startswith(before):
             return len(before), words if before.startswith(plain) else "", ""
@@ -279,18 +283,20 @@ class ChatTemplate:
         at = after.rfind(words, 0, content) if words else -1
         if at >= 0 and at + len(words) >= _common(before, after):
             return at + len(words), words, ""
-        any_answer = self._text([*upto, {"role": ANSWERS, "content": MARK}], given, answer=False)
+        any_answer = self._text(
+            [*upto, {"role": ANSWERS, "content": MARK}], variables, answer=False
+        )
         header = any_answer.partition(MARK)[0].removeprefix(plain)
         if not any_answer.startswith(plain) or not after.startswith(plain + header):
             return None
         return len(plain + header), header, words[_common(words, header) :]
 
-    def _ending(self, message: Mapping[str, Any], given: Mapping[str, Any], behind: str) -> str:
+    def _ending(self, message: Mapping[str, Any], variables: Mapping[str, Any], behind: str) -> str:
         """End of an answer, from the text behind its words: without tools or documents that a template puts last."""
-        tools = given["tools"] if self.with_tools else None
+        tools = variables["tools"] if self.with_tools else None
         try:
             bare = self._text(
-                [SHORT[0], message], {**given, "tools": tools, "documents": None}, answer=False
+                [SHORT[0], message], {**variables, "tools": tools, "documents": None}, answer=False
             )
         except DataError:
             return behind
@@ -299,38 +305,43 @@ class ChatTemplate:
         )
 
     def _place(
-        self, messages: Messages, number: int, given: Mapping[str, Any], text: str
+        self, messages: Messages, number: int, variables: Mapping[str, Any], text: str
     ) -> tuple[int, int] | None:
         """Characters [start, stop) that change with an answer's words; ``None`` where none do."""
         marked = [*messages[:number], _marked(messages[number]), *messages[number + 1 :]]
-        other = self._text(marked, given, answer=False)
+        other = self._text(marked, variables, answer=False)
         start = _common(text, other)
         stop = len(text) - _common(text[start:][::-1], other[start:][::-1])
         return (start, stop) if MARK in other and start < stop else None
 
     def _header(
-        self, message: Mapping[str, Any], given: Mapping[str, Any], text: str
+        self, message: Mapping[str, Any], variables: Mapping[str, Any], text: str
     ) -> str | None:
         """Text before an answer that a conversation begins with: up to the end of the words that begin any answer, or up to its content."""
-        asked = SHORT[:1]
-        plain = self._text(asked, given, answer=False)
-        words = self._text(asked, given, answer=True).removeprefix(plain)
+        question = SHORT[:1]
+        plain = self._text(question, variables, answer=False)
+        words = self._text(question, variables, answer=True).removeprefix(plain)
         if words and words in text:
             return text[: text.index(words) + len(words)]
-        place = self._place([message], 0, given, text)
+        place = self._place([message], 0, variables, text)
         return text[: place[0]] if place and message.get("content") else None
 
     def _text(
-        self, messages: Messages, given: Mapping[str, Any], *, answer: bool, marked: bool = False
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        *,
+        answer: bool,
+        marked: bool = False,
     ) -> str:
         """The text of messages; the names given go before special tokens and the template's functions."""
-        template = self.chosen(tools=given["tools"] is not None)
+        template = self.chosen(tools=variables["tools"] is not None)
         if not messages:
             raise DataError("the conversation has no message; give at least one")
         # transformers defines tools and documents for every template, which may ask whether they are none.
         values = {
             **dict(self.tokens),
-            **given,
+            **variables,
             "messages": prepared(messages, template),
             "add_generation_prompt": answer,
         }
@@ -342,39 +353,39 @@ def _words_of(message: Mapping[str, Any]) -> tuple[str, ...]:
     words = [text_of(message.get("content")).strip()[-WORDS:]]
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, Mapping) else {}
-        given = arguments_of(call)
-        values = given.values() if isinstance(given, Mapping) else ()
-        words += [one for one in (function.get("name"), *values) if isinstance(one, str)]
-    return tuple(one for one in words if one)
+        arguments = arguments_of(call)
+        values = arguments.values() if isinstance(arguments, Mapping) else ()
+        words += [word for word in (function.get("name"), *values) if isinstance(word, str)]
+    return tuple(word for word in words if word)
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     """An answer with :data:`MARK` as its words."""
-    made = dict(message)
+    marked = dict(message)
     if message.get("content"):
-        made["content"] = MARK
+        marked["content"] = MARK
     if calls := message.get("tool_calls"):
         last = calls[-1]
         inner = {**last.get("function", last), "name": MARK}
-        made["tool_calls"] = [*calls[:-1], {**last, "function": inner} if "function" in last else inner]  # fmt: skip
-    return made
+        marked["tool_calls"] = [*calls[:-1], {**last, "function": inner} if "function" in last else inner]  # fmt: skip
+    return marked
 
 
-def _common(one: str, other: str) -> int:
+def _common(text: str, other: str) -> int:
     """Characters that two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+        low, high = (middle, high) if text[:middle] == other[:middle] else (low, middle - 1)
     return low
 
 
 def _tail(last: str, here: str, tokens: Sequence[str]) -> int:
     """How much of what stands behind an answer that is the last also stands behind it here: all, or all but the text's last token or white space."""
-    cut = [last, *(last.removesuffix(one) for one in tokens if one and last.endswith(one))]
-    for one in (*cut, *(one.rstrip() for one in cut)):
-        if one and here.startswith(one):
-            return len(one)
+    cut = [last, *(last.removesuffix(token) for token in tokens if token and last.endswith(token))]
+    for tail in (*cut, *(ending.rstrip() for ending in cut)):
+        if tail and here.startswith(tail):
+            return len(tail)
     return 0
 
 
@@ -414,12 +425,16 @@ def named_templates(folder: Path) -> tuple[dict[str, str], Path]:
         DataError: tokenizer_config.json is no JSON.
     """
     origin = folder / CONFIG
-    found = token_config(folder).get("chat_template")
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)}
-    elif isinstance(found, str):
-        found = {DEFAULT: found}
-    several = found if isinstance(found, Mapping) else {}
+    templates = token_config(folder).get("chat_template")
+    if isinstance(templates, list):
+        templates = {
+            template.get("name"): template.get("template")
+            for template in templates
+            if isinstance(template, Mapping)
+        }
+    elif isinstance(templates, str):
+        templates = {DEFAULT: templates}
+    several = templates if isinstance(templates, Mapping) else {}
     named = {str(name): text for name, text in several.items() if isinstance(text, str)}
     if not named and (folder / OLDER).is_file():
         older = read_fields(folder / OLDER).get("chat_template")
@@ -474,8 +489,8 @@ def turn_ends(template: ChatTemplate | None, tokenizer: Tokenizer) -> frozenset[
     texts = set(TURN_ENDS)
     if tokenizer.find(CHANNELS) is not None:
         texts.discard(CHANNEL_END)
-    found = {number for text in texts if (number := tokenizer.find(text)) is not None}
-    return frozenset(found if template is None else found | _written_end(template, tokenizer))
+    ends = {number for text in texts if (number := tokenizer.find(text)) is not None}
+    return frozenset(ends if template is None else ends | _written_end(template, tokenizer))
 
 
 def _written_end(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
@@ -486,7 +501,7 @@ def _written_end(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
     behind = text.rfind(ONE) + len(ONE)
     ((ids, starts, special),) = tokenizer.spans([text])
     ends = ids[(starts >= behind) & special] if ONE in text else ids[:0]
-    return {int(one) for one in ends[:1]}
+    return {int(number) for number in ends[:1]}
 
 
 def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
@@ -500,7 +515,9 @@ def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
         # Those that the tokenizer is used with, which are known by their names.
         tokenizer = Tokenizer(path=folder)
         ids = {BOS: tokenizer.start, EOS: tokenizer.end}
-        tokens |= {name: tokenizer.token(one) for name in unsaid if (one := ids[name]) is not None}
+        tokens |= {
+            name: tokenizer.token(number) for name in unsaid if (number := ids[name]) is not None
+        }
     return tuple((name, text) for name, text in tokens.items() if text is not None)
 
 

@@ -160,17 +160,17 @@ class Rows(Table):
                 "",
             ),
         }
-        found = [
+        notes = [
             _note(self.counts[name], *words)
             for name, words in said.items()
             if self.counts.get(name)
         ]
         if self.unread:
             more = ", …" if len(self.unread) > NAMED else ""
-            found.append(
+            notes.append(
                 f"columns that were not read: {', '.join(self.unread[:NAMED])}{more} (--columns.prompt and --columns.answer choose others)"
             )
-        return tuple(found)
+        return tuple(notes)
 
     def left_out(self, split: Split) -> str:
         """Why there are no rows although there are conversations, and what helps; "" where that is not so."""
@@ -181,21 +181,21 @@ class Rows(Table):
             "dropped": f"longer than a row of {self.sequence:,} tokens",
             "unanswered": "without an answer in the row",
         }
-        told = [f"{self.counts[name]:,} {how}" for name, how in why.items() if self.counts[name]]
+        reasons = [f"{self.counts[name]:,} {how}" for name, how in why.items() if self.counts[name]]
         helps = f"the longest has {longest:,} tokens; give --sequence {longest - 1}"
         if longest <= self.sequence + 1:
             helps = "give conversations whose answers are learned"
         elif self.counts["dropped"]:
             helps += ", or --too-long cut, which keeps the answers that begin in the row"
         what = "conversation is" if many == 1 else "conversations are"
-        return f"the {split.value} split has no rows, since its {many:,} {what} left out ({', '.join(told)}): {helps}"
+        return f"the {split.value} split has no rows, since its {many:,} {what} left out ({', '.join(reasons)}): {helps}"
 
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
     """A note with its words in the number of what it counts."""
-    one = count == 1
-    told = f" {'was' if one else 'were'} {done}" if done else ""
-    return f"{count:,} {noun if one else f'{noun}s'} {'is' if one else 'are'} {how}{told}"
+    single = count == 1
+    ending = f" {'was' if single else 'were'} {done}" if done else ""
+    return f"{count:,} {noun if single else f'{noun}s'} {'is' if single else 'are'} {how}{ending}"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -206,15 +206,15 @@ def files_of(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    found = sorted(file for file in path.glob("*") if has_rows(file))
-    if all(file.name in ARROW_NOTES for file in found):
+    files = sorted(file for file in path.glob("*") if has_rows(file))
+    if all(file.name in ARROW_NOTES for file in files):
         for file in itertools.islice(itertools.chain(path.glob("*.arrow"), path.glob("*/*.arrow")), 1):  # fmt: skip
             refuse_other(file)
-    if not found:
+    if not files:
         what = "has no .jsonl, .json, .parquet, .csv or .tsv file"
         what = what if path.is_dir() else f"does not exist{nearest_file(path)}"
         raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
-    return found
+    return files
 
 
 def has_rows(file: Path) -> bool:
@@ -230,12 +230,12 @@ def read(path: Path, reading: RowReading = USUAL) -> Iterator[Line]:
     """
     bad: list[str] = []
     good = 0
-    for one in parsed(path, reading):
-        if isinstance(one, Line):
+    for line in parsed(path, reading):
+        if isinstance(line, Line):
             good += 1
-            yield one
+            yield line
         else:
-            bad.append(str(one))
+            bad.append(str(line))
     if bad:
         raise BadLinesError(bad, good + len(bad))
 
@@ -257,8 +257,8 @@ class BadLinesError(DataError):
         )
         """Faults by kind, with the place of the first and how many have it."""
         more = len(lines) - 1
-        told = f" ({more:,} more such line{'s'[: more > 1]}; systolic data inspect sft names them by their kind)"
-        super().__init__(self.kinds[0] if len(self.kinds) == 1 else lines[0] + told)
+        hint = f" ({more:,} more such line{'s'[: more > 1]}; systolic data inspect sft names them by their kind)"
+        super().__init__(self.kinds[0] if len(self.kinds) == 1 else lines[0] + hint)
 
 
 def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError]:
@@ -300,7 +300,7 @@ def are_documents(path: Path, reading: RowReading = USUAL) -> bool:
         place, content = next(_rows_of(file))
         return isinstance(_row(content, place).get("text"), str)
     except (StopIteration, NotFoundError, OSError):
-        return path.is_dir() and any(not has_rows(one) for one in path.iterdir())
+        return path.is_dir() and any(not has_rows(file) for file in path.iterdir())
     except DataError:
         return False
 
@@ -335,7 +335,7 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     Raises:
         DataError: one is of another form.
     """
-    found = {}
+    beside = {}
     # OpenAI's preference pairs have the tools beside the messages of their input.
     inner = row.get("input")
     row = {**inner, **row} if isinstance(inner, Mapping) else row
@@ -350,11 +350,11 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
         if not value:
             continue
         form, rows = (dict, [value]) if name == "names" else (list, value)
-        if not isinstance(value, form) or not all(isinstance(one, dict) for one in rows):
-            told = "an object" if form is dict else "a list of objects"
-            raise DataError(f"{place} has {column} of another form; give {told}")
-        found[name] = value
-    return found
+        if not isinstance(value, form) or not all(isinstance(part, dict) for part in rows):
+            wanted = "an object" if form is dict else "a list of objects"
+            raise DataError(f"{place} has {column} of another form; give {wanted}")
+        beside[name] = value
+    return beside
 
 
 def messages_of(row: Mapping[str, Any], place: str, reading: RowReading = USUAL) -> Messages | None:
@@ -381,8 +381,10 @@ def messages_of(row: Mapping[str, Any], place: str, reading: RowReading = USUAL)
 def _check_fields(message: Any, place: str) -> None:
     lacking = _lacking(message)
     content = message.get("content") if isinstance(message, dict) else None
-    parts = [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
-    other = next((kind for one in parts if (kind := one.get("type", "text")) != "text"), None)
+    parts = (
+        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    other = next((kind for part in parts if (kind := part.get("type", "text")) != "text"), None)
     if other is not None:
         raise DataError(
             f"{place} has a part of the type {other!r} in its content, and sft learns text only; take the part out, or the line"
@@ -397,18 +399,18 @@ def _greeted(messages: Messages) -> list[Mapping[str, Any]]:
     """Turns whose greetings are only read: answers before the first turn that asks something, without a flag that says that they are learned."""
     first = _first_question(messages)
     return [
-        {**one, READ: True}
+        {**message, READ: True}
         if number < first
-        and one["role"] == ANSWERS
-        and all(one.get(name) is None for name in FLAGS)
-        else one
-        for number, one in enumerate(messages)
+        and message["role"] == ANSWERS
+        and all(message.get(name) is None for name in FLAGS)
+        else message
+        for number, message in enumerate(messages)
     ]
 
 
 def _first_question(messages: Messages) -> int:
     """Number from 0 of the first turn that asks something; that behind the last where none does."""
-    asks = (n for n, one in enumerate(messages) if one["role"] not in (ANSWERS, *TELLS))
+    asks = (n for n, message in enumerate(messages) if message["role"] not in (ANSWERS, *TELLS))
     return next(asks, len(messages))
 
 
@@ -423,9 +425,9 @@ def _check_turns(messages: Messages, place: str) -> None:
             ) from error
         if message["role"] == ANSWERS:
             _check_answer(message, f"{place}, turn {number}")
-        elif asked := next((name for name in FLAGS[1:] if message.get(name)), None):
+        elif flag := next((name for name in FLAGS[1:] if message.get(name)), None):
             raise DataError(
-                f"{place}, turn {number} has {asked} at a turn of the role {message['role']}, and answers alone are learned; take it out"
+                f"{place}, turn {number} has {flag} at a turn of the role {message['role']}, and answers alone are learned; take it out"
             )
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
     if not answers:
@@ -435,8 +437,8 @@ def _check_turns(messages: Messages, place: str) -> None:
     learned = [number for number in answers if is_learned(messages[number])]
     unasked = not learned and answers[-1] < _first_question(messages)
     if len(answers) == len(messages) or unasked or learned == [0]:
-        told = messages[0]["role"] in TELLS
-        other = "give the answer a weight of 1" if told else "take the line out"
+        has_preface = messages[0]["role"] in TELLS
+        other = "give the answer a weight of 1" if has_preface else "take the line out"
         raise DataError(
             f"{place} has no question before its answer, so nothing that it answers; add the user's turn, or {other}"
         )
@@ -446,9 +448,9 @@ def _check_turns(messages: Messages, place: str) -> None:
                 f"{place}, turn {number} has an empty question, so nothing that is answered; write it, take the line out, or give its answer a weight of 0"
             )
     if not learned:
-        given = next(name for name in FLAGS if any(messages[n].get(name) == 0 for n in answers))
+        flag = next(name for name in FLAGS if any(messages[n].get(name) == 0 for n in answers))
         raise DataError(
-            f"{place} has the {given} 0 at every answer, so nothing to learn; give one the {given} 1, or take the line out"
+            f"{place} has the {flag} 0 at every answer, so nothing to learn; give one the {flag} 1, or take the line out"
         )
 
 
@@ -459,7 +461,7 @@ def _check_answer(message: Mapping[str, Any], place: str) -> None:
                 f"{place} has the {name} {message[name]!r}; give 1, or 0 for an answer that is not learned"
             )
     said = text_of(message.get("content")).strip()
-    if not said and is_learned(message) and not any(message.get(one) for one in REASONS):
+    if not said and is_learned(message) and not any(message.get(reason) for reason in REASONS):
         raise DataError(
             f"{place} has an empty answer, so nothing to learn; write it, take the line out, or give the turn a weight of 0"
         )
@@ -472,12 +474,12 @@ def _lacking(message: Any) -> list[str]:
     content, role = message.get("content"), message.get("role")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = all(
-        isinstance(one, dict)
-        and one.get("type", "text") == "text"
-        and isinstance(one.get("text"), str)
-        for one in parts
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+        for part in parts
     )
-    alone = content is None and role == ANSWERS and any(message.get(one) for one in REASONS)
+    alone = content is None and role == ANSWERS and any(message.get(reason) for reason in REASONS)
     have = {"role": isinstance(role, str), "content": texts or alone}
     return [name for name, there in have.items() if not there]
 
@@ -490,24 +492,30 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     Raises:
         BadLinesError: the template refuses conversations; names the lines.
     """
-    made, bad = _rendered(lines, template)
+    conversations, bad = _rendered(lines, template)
     if bad:
         raise BadLinesError(bad, len(lines))
-    found = []
-    encodings = tokenizer.spans([one.text for one in made])
-    for line, one, (ids, starts, special) in zip(lines, made, encodings, strict=True):
-        left_out = sum(_leaves_out(message, one.text) for message in line.messages)
-        counts = {"missing": one.missing, "unopened": len(one.unopened), "unreasoned": left_out}
-        opening = one.unopened[0] if one.unopened else ""
-        found.append(Tokens(ids, _learned(one, starts, special), counts, opening))
-    return found
+    tokens = []
+    encodings = tokenizer.spans([conversation.text for conversation in conversations])
+    for line, conversation, (ids, starts, special) in zip(
+        lines, conversations, encodings, strict=True
+    ):
+        left_out = sum(_leaves_out(message, conversation.text) for message in line.messages)
+        counts = {
+            "missing": conversation.missing,
+            "unopened": len(conversation.unopened),
+            "unreasoned": left_out,
+        }
+        opening = conversation.unopened[0] if conversation.unopened else ""
+        tokens.append(Tokens(ids, _learned(conversation, starts, special), counts, opening))
+    return tokens
 
 
 def _leaves_out(message: Mapping[str, Any], text: str) -> bool:
     """Whether the text of a conversation lacks the reasoning of an answer that is learned."""
     content = text_of(message.get("content"))
-    given = (message.get(name) for name in REASONING)
-    reasoning = next((one for one in given if one is not None), None)
+    reasonings = (message.get(name) for name in REASONING)
+    reasoning = next((thought for thought in reasonings if thought is not None), None)
     if reasoning is None and "</think>" in content:
         reasoning = content.partition("</think>")[0].rpartition("<think>")[2]
     return is_learned(message) and isinstance(reasoning, str) and reasoning.strip() not in text
@@ -515,19 +523,19 @@ def _leaves_out(message: Mapping[str, Any], text: str) -> bool:
 
 def _rendered(lines: Sequence[Line], template: ChatTemplate) -> tuple[list[Rendered], list[str]]:
     """Conversations as text, and what is wrong with those that the template refuses."""
-    made: list[Rendered] = []
+    conversations: list[Rendered] = []
     bad: list[str] = []
     for line in lines:
         try:
             _check_taken(line, template)
             conversation = template.conversation(line.messages, **line.beside)
             _check_calls(line, template, conversation.text)
-            made.append(conversation)
+            conversations.append(conversation)
         except _TemplateError as error:
             bad.append(str(error))
         except DataError as error:
             bad.append(f"{line.place}: {error}")
-    return made, bad
+    return conversations, bad
 
 
 class _TemplateError(DataError):
@@ -577,7 +585,7 @@ def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) ->
         if len(ends):  # what follows the end of a turn is the template's
             behind = np.flatnonzero(inside[ends[-1] + 1 :])
             rest = conversation.text[starts[ends[-1] + 1 + behind[0]] : stop] if len(behind) else ""
-            own = rest.strip() and (not conversation.words or any(one in rest for one in known))
+            own = rest.strip() and (not conversation.words or any(word in rest for word in known))
             if not own:
                 inside[ends[-1] + 1 :] = False
         learned |= inside
@@ -600,8 +608,8 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     read_lines = list(parsed(data.file(split), data.reading))
     if not read_lines:
         raise DataError(_nothing(data.file(split)))
-    bad = [str(one) for one in read_lines if isinstance(one, DataError)]
-    lines = [one for one in read_lines if isinstance(one, Line)]
+    bad = [str(line) for line in read_lines if isinstance(line, DataError)]
+    lines = [line for line in read_lines if isinstance(line, Line)]
     if data.validation is None and len(lines) > 1 and data.validation_share:
         chosen = np.array([line.key < data.validation_share for line in lines])
         keys = np.array([line.key for line in lines])
@@ -641,7 +649,7 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
 
 def _greetings(messages: Messages) -> int:
     """Answers before the first question that are not learned."""
-    return sum(READ in one for one in messages)
+    return sum(READ in message for message in messages)
 
 
 def _copies(messages: Messages) -> int:
@@ -667,7 +675,7 @@ def _all_bad(
     data: "Instructions", read_lines: Sequence[Line | DataError], bad: Sequence[str]
 ) -> BadLinesError:
     """All bad lines of a file, those of the other split with them."""
-    lines = [one for one in read_lines if isinstance(one, Line)]
+    lines = [line for line in read_lines if isinstance(line, Line)]
     _, refused = _rendered(lines, data.chat_template)
     return BadLinesError([*bad, *refused], len(read_lines))
 
@@ -680,8 +688,8 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     counts["longest"] = max((len(ids) for ids, *_ in conversations), default=0)
     pairs, most = [], data.sequence + 1
     opening = ""
-    for ids, learned, found, words in conversations:
-        counts.update(found)
+    for ids, learned, tally, words in conversations:
+        counts.update(tally)
         opening = opening or words
         if len(ids) > most and data.too_long is TooLong.drop:
             counts["dropped"] += 1

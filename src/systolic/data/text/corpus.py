@@ -38,9 +38,9 @@ def sorted_by(about: Any) -> str:
         return ""
     for number in range(about.num_columns):
         statistics = [group.column(number).statistics for group in groups]
-        if not all(one is not None and one.has_min_max for one in statistics):
+        if not all(statistic is not None and statistic.has_min_max for statistic in statistics):
             continue
-        ranges = [(one.min, one.max) for one in statistics]
+        ranges = [(statistic.min, statistic.max) for statistic in statistics]
         alone = [low for low, high in ranges if low == high]
         ordered = all(high <= low for (_, high), (low, _) in itertools.pairwise(ranges))
         grouped = 2 * len(alone) >= len(ranges)
@@ -483,9 +483,9 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return HuggingFace(path, field)
     root = path if path.is_dir() else path.parent
-    found = _listed(path) if path.is_dir() else [path]
+    listed = _listed(path) if path.is_dir() else [path]
     kinds = {
-        kind: [file for file in found if file.suffix.lower() in suffixes]
+        kind: [file for file in listed if file.suffix.lower() in suffixes]
         for kind, suffixes in (("JSONL", LINES), ("Parquet", PARQUET), ("ArrayRecord", RECORDS))
     }
     kinds = {kind: files for kind, files in kinds.items() if files}
@@ -494,7 +494,7 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
             f"{path} holds both {' and '.join(kinds)} files; give one of them by its path"
         )
     if not kinds:
-        return _plain(path, root, found, piece_bytes)
+        return _plain(path, root, listed, piece_bytes)
     kind, files = next(iter(kinds.items()))
     if kind == "JSONL":
         for file in files:
@@ -512,9 +512,9 @@ def changed_ns(path: Path) -> int:
     return max((file.stat().st_mtime_ns for file in _listed(path)), default=0)
 
 
-def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpus:
-    texts = found if path.is_file() else [file for file in found if file.suffix.lower() in TEXT]
-    packed = next((file for file in found if file.suffix.lower() in _DECOMPRESSED), None)
+def _plain(path: Path, root: Path, listed: list[Path], piece_bytes: int) -> Corpus:
+    texts = listed if path.is_file() else [file for file in listed if file.suffix.lower() in TEXT]
+    packed = next((file for file in listed if file.suffix.lower() in _DECOMPRESSED), None)
     if packed is not None and packed in (texts or [packed]):
         raise DataError(
             f"{packed} is compressed, and text is read at any place of its files; decompress it first: {_DECOMPRESSED[packed.suffix.lower()]} {packed}"
@@ -572,8 +572,8 @@ def check_text(file: Path) -> None:
 
 def _listed(folder: Path) -> list[Path]:
     """All files below a folder but hidden ones, by relative path."""
-    found = []
+    files = []
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+        files += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())

@@ -72,8 +72,8 @@ class Documents(TextData):
         if packed is None:
             return Tokenizer(path=self.tokenizer)
         if self.tokenizer is not None:
-            given = Tokenizer(path=self.tokenizer)
-            if given.digest() != packed.tokenizer_digest:
+            tokenizer = Tokenizer(path=self.tokenizer)
+            if tokenizer.digest() != packed.tokenizer_digest:
                 raise DataError(
                     f"{self.path} was packed with another tokenizer than {self.tokenizer}; leave the tokenizer out, or pack again"
                 )
@@ -166,25 +166,25 @@ class Documents(TextData):
 
         if find_packed(self.path) is not None:
             return ()
-        found = []
+        notes = []
         corpus, kept = self.documents(Split.train)
         if len(self.documents(Split.validation)[1]) == 1 and len(kept) > 1:
             where = self.validation or self.path
-            found.append(
+            notes.append(
                 f"the validation split of {where} is 1 document, whose loss says little about other text; give validation text of its own, or more documents"
             )
         if self.validation is not None:
             trained = {file.resolve() for file in self.files(Split.train)}
             held_out = [file.resolve() for file in self.files(Split.validation)]
             if both := [file for file in held_out if file in trained]:
-                found.append(
+                notes.append(
                     f"{len(both):,} of {len(held_out):,} files of --validation are in --data too, first {both[0]}, so their loss says nothing of text that was not trained on; give others, or leave --validation out for a share of --data"
                 )
         if corpus.order():
-            found.append(
+            notes.append(
                 f"{self.path} is sorted by its column {corpus.order()!r} and read a few row groups at a time, so the training data changes with them; shuffle the rows, or pack them first with systolic data pack"
             )
-        return tuple(found)
+        return tuple(notes)
 
     def open(self, read: Read) -> Batches:
         """Rows of a split.

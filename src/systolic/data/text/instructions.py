@@ -123,8 +123,8 @@ class Instructions(TextData):
 
         tokenizer = self.get_tokenizer()
         own = (tokenizer.end, closing(self.chat_template, tokenizer))
-        found = frozenset((*self.stops, *(one for one in own if one is not None)))
-        return found | turn_ends(self.chat_template, tokenizer)
+        ends = frozenset((*self.stops, *(number for number in own if number is not None)))
+        return ends | turn_ends(self.chat_template, tokenizer)
 
     def with_tokenizer(self, path: Path) -> "Instructions":
         """See :class:`TextData`."""
@@ -162,8 +162,8 @@ class Instructions(TextData):
 
     def question(self) -> "Messages | None":
         """The first turns of a validation conversation, up to its last answer; ``None`` where there is none."""
-        found = self.rows(Split.validation).first or self.rows(Split.train).first
-        return None if found is None else asked(found)
+        messages = self.rows(Split.validation).first or self.rows(Split.train).first
+        return None if messages is None else asked(messages)
 
     def size(self, split: Split) -> int | None:
         """Rows of a split; reads and tokenizes its conversations.
@@ -196,11 +196,11 @@ class Instructions(TextData):
         Raises:
             OptionError: there is none.
         """
-        given = self.validation if split is Split.validation else None
-        found = given or self.path
-        if found is None:
+        own = self.validation if split is Split.validation else None
+        path = own or self.path
+        if path is None:
             raise OptionError(self.missing())
-        return found
+        return path
 
     def contents(self, split: Split) -> Contents | None:
         """Fingerprint of the training file, and of the validation file if it is separate."""
@@ -313,7 +313,7 @@ def held_out(
 
 def asked(messages: "Messages") -> "Messages":
     """The turns of a conversation before its last answer that is learned."""
-    last = max(at for at, one in enumerate(messages) if is_learned(one))
+    last = max(at for at, message in enumerate(messages) if is_learned(message))
     return messages[:last]
 
 

@@ -176,12 +176,12 @@ def hide(batch: Mapping[str, "np.ndarray"], data: Masked, salt: int) -> dict[str
     labels = np.full_like(places, NO_LABEL)
     open_to = (batch["segments"] > 0) & ~np.isin(tokens, marks)
     for row, allowed in enumerate(open_to):
-        found = np.flatnonzero(allowed)
-        if not len(found):
+        candidates = np.flatnonzero(allowed)
+        if not len(candidates):
             continue
         rng = np.random.default_rng([zlib.crc32(tokens[row].tobytes()), salt])
-        count = min(max(round(data.share * len(found)), 1), data.predictions)
-        chosen = np.sort(rng.choice(found, count, replace=False))
+        count = min(max(round(data.share * len(candidates)), 1), data.predictions)
+        chosen = np.sort(rng.choice(candidates, count, replace=False))
         places[row, :count] = chosen
         labels[row, :count] = tokens[row, chosen]
         turn, others = rng.random(count), rng.integers(0, vocab, count, dtype=np.int32)

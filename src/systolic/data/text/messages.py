@@ -80,34 +80,34 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
         DataError: arguments of a call are no JSON.
     """
     takes = takes_of(template)
-    return [_message(one, takes) for one in messages]
+    return [_message(message, takes) for message in messages]
 
 
 def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     role = message.get("role")
-    made = {name: value for name, value in message.items() if value is not None and name != READ}
+    fields = {name: value for name, value in message.items() if value is not None and name != READ}
     # Many clients send an empty content beside calls in place of none.
-    empty = made.get("content") == "" and made.get("tool_calls") and takes.fills_empty
-    if role == ANSWERS and (empty or "content" not in made):
+    empty = fields.get("content") == "" and fields.get("tool_calls") and takes.fills_empty
+    if role == ANSWERS and (empty or "content" not in fields):
         # In its place among the fields, which a template may write as they come.
         names = dict.fromkeys((*message, *takes.absent))
-        made.pop("content", None)
-        filled = {**made, **takes.absent}
-        made = {name: filled[name] for name in names if name in filled}
+        fields.pop("content", None)
+        filled = {**fields, **takes.absent}
+        fields = {name: filled[name] for name in names if name in filled}
     if role == "developer" and role not in takes.constants:
         # OpenAI's newer name of the same role; models of before were not trained on it.
-        made["role"] = "system"
-    content = made.get("content")
-    if isinstance(content, list) and made.get("role") not in takes.parts:
-        made["content"] = text_of(content)
-    elif isinstance(content, str) and made.get("role") in takes.typed:
-        made["content"] = [{"type": "text", "text": content}]
-    if isinstance(calls := made.get("tool_calls"), list):
-        made["tool_calls"] = [_call(one, takes) for one in calls]
-    found = (made[name] for name in REASONING if name in made)
-    if (reasoning := next(found, None)) is not None:
-        made = {"thinking": reasoning, **made, REASONING[0]: reasoning}
-    return made
+        fields["role"] = "system"
+    content = fields.get("content")
+    if isinstance(content, list) and fields.get("role") not in takes.parts:
+        fields["content"] = text_of(content)
+    elif isinstance(content, str) and fields.get("role") in takes.typed:
+        fields["content"] = [{"type": "text", "text": content}]
+    if isinstance(calls := fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_call(call, takes) for call in calls]
+    reasonings = (fields[name] for name in REASONING if name in fields)
+    if (reasoning := next(reasonings, None)) is not None:
+        fields = {"thinking": reasoning, **fields, REASONING[0]: reasoning}
+    return fields
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -133,11 +133,11 @@ def arguments_of(call: Any) -> Any:
         ValueError: they are text and no JSON.
     """
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    given = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(given, str):
-        return given
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(given) if given.strip() else {}
+        return json.loads(arguments) if arguments.strip() else {}
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -153,8 +153,10 @@ def _call(call: Any, takes: Takes) -> Any:
         return call
     function = call.get("function", call)
     if takes.joins_arguments:
-        given = function["arguments"]
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        arguments = function["arguments"]
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         decoded = {**function, "arguments": text}
     else:
         decoded = {**function, "arguments": arguments}
@@ -231,8 +233,8 @@ def _sample(role: str, content: Any, id: str = CALL) -> list[dict[str, Any]]:
 def _shows(template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0") -> bool:
     """Whether the text of some messages has some texts, and lacks another."""
     for names in CALLING:
-        made = _text(template, [{**names, **one} for one in messages])
-        if made is not None and all(text in made for text in texts) and without not in made:
+        shown = _text(template, [{**names, **message} for message in messages])
+        if shown is not None and all(text in shown for text in texts) and without not in shown:
             return True
     return False
 
@@ -266,19 +268,19 @@ CONTENTS: Mapping[str, Mapping[str, Any]] = {
 def _texts_of_calls(template: str, *, joins: bool) -> dict[str, str | None]:
     """A sample's text with each content of an answer beside its call; ``None`` where the template refuses it or leaves the call out."""
     arguments = {"zqxkey": ONE}
-    asked, call = _called(json.dumps(arguments) if joins else arguments)
+    question, call = _called(json.dumps(arguments) if joins else arguments)
     result = {"role": "tool", "content": "a", "tool_call_id": CALL, "name": "zqxcall"}
     function = {"name": "zqxother", "description": "a", "parameters": {"type": "object", "properties": {}}}  # fmt: skip
-    found: dict[str, str | None] = dict.fromkeys(CONTENTS)
+    texts: dict[str, str | None] = dict.fromkeys(CONTENTS)
     for behind in ([], [result, {"role": ANSWERS, "content": "a"}]):
         for tools in (None, [{"type": "function", "function": function}]):
             for name, content in CONTENTS.items():
-                text = _text(template, [asked, {**call, **content}, *behind], tools)
+                text = _text(template, [question, {**call, **content}, *behind], tools)
                 shown = text is not None and "zqxcall" in text and ONE in text
-                found[name] = text if shown else None
-            if any(found[name] is not None for name in (ABSENT, NONE, EMPTY)):
-                return found
-    return found
+                texts[name] = text if shown else None
+            if any(texts[name] is not None for name in (ABSENT, NONE, EMPTY)):
+                return texts
+    return texts
 
 
 def _absent(texts: Mapping[str, str | None]) -> tuple[Mapping[str, Any], bool]:

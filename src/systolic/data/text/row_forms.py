@@ -107,7 +107,7 @@ def columns_of(names: Mapping[str, str]) -> Columns:
     Raises:
         OptionError: it has an unknown part.
     """
-    known = [one.name for one in fields(Columns)]
+    known = [column.name for column in fields(Columns)]
     for name in names:
         if name not in known:
             raise OptionError(
@@ -236,11 +236,11 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
             raise DataError(
                 f"{place} has {low[HISTORY]} beside {field}; put its turns at the start of {field}, or take it out"
             )
-        for number, one in enumerate(turns, 1):
-            _refuse_masks(one, f"{place}, turn {number}")
-        made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
-        told = made[0].get("role") == "system"
-        return made if told else [*_system(row, low, columns, place), *made]
+        for number, turn in enumerate(turns, 1):
+            _refuse_masks(turn, f"{place}, turn {number}")
+        messages = [_turn(turn, columns, f"{place}, turn {n}") for n, turn in enumerate(turns, 1)]
+        has_system = messages[0].get("role") == "system"
+        return messages if has_system else [*_system(row, low, columns, place), *messages]
     return _asked(row, low, columns, place)
 
 
@@ -277,10 +277,10 @@ def _low(row: Mapping[str, Any]) -> dict[str, str]:
     return {name.lower(): name for name in reversed(list(row))}
 
 
-def _refuse_masks(given: Any, place: str) -> None:
+def _refuse_masks(turn: Any, place: str) -> None:
     """Raises DataError for a row or a turn with another way to say what is learned."""
     for name in MASKS:
-        value = given.get(name) if isinstance(given, Mapping) else None
+        value = turn.get(name) if isinstance(turn, Mapping) else None
         if value is not None and value != [] and not (value is False and name.startswith("mask")):
             raise DataError(
                 f'{place} has {name}, which is not read, and all answers would be learned; give answers that are not to be learned "weight": 0, and take it out'
@@ -292,9 +292,9 @@ def _question(low: Mapping[str, str], columns: Columns) -> tuple[str | None, str
     for ask, replies in SETS.items():
         if ask not in low or (columns.prompt and low[ask] != columns.prompt):
             continue
-        found = columns.answer or _named(low, replies)
-        if found is not None and found.lower() in replies:
-            return low[ask], found
+        reply = columns.answer or _named(low, replies)
+        if reply is not None and reply.lower() in replies:
+            return low[ask], reply
     return columns.prompt or _named(low, ASKS), columns.answer or _named(low, REPLIES)
 
 
@@ -330,13 +330,13 @@ def _asked(
         reasoning = {"reasoning_content": text} if isinstance(text, str) and text.strip() else {}
         answer = [{"role": "assistant", "content": _own(said, row[asks]), **reasoning}]
     for name, value in ((asks, question), (replies, answer)):
-        if not all(isinstance(one, dict) for one in value):
+        if not all(isinstance(turn, dict) for turn in value):
             raise DataError(
                 f"{place} has a list in {name} that holds no turns; give a text, or turns with role and content"
             )
     before = _history(row, low, place)
     turns = [*_system(row, low, columns, place), *before, *question, *answer]
-    return [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+    return [_turn(turn, columns, f"{place}, turn {n}") for n, turn in enumerate(turns, 1)]
 
 
 def _question_turns(
@@ -344,7 +344,7 @@ def _question_turns(
 ) -> list[dict[str, str]]:
     """A question as the user's turn, with what is put behind it; one that is a dialogue up to its answer as turns."""
     more = _text(row, extra, place)
-    text = "\n\n".join(one for one in (_text(row, asks, place), more) if one.strip())
+    text = "\n\n".join(part for part in (_text(row, asks, place), more) if part.strip())
     if not text:
         raise DataError(
             f"{place} has an empty {asks}, so nothing that is answered; write it, or take the line out"
@@ -379,7 +379,7 @@ def _history(row: Mapping[str, Any], low: Mapping[str, str], place: str) -> list
     pairs = _decoded(row.get(name))
     if not pairs:
         return []
-    if isinstance(pairs, list) and all(isinstance(one, dict) for one in pairs):
+    if isinstance(pairs, list) and all(isinstance(turn, dict) for turn in pairs):
         return pairs
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise DataError(
@@ -394,7 +394,7 @@ def _history(row: Mapping[str, Any], low: Mapping[str, str], place: str) -> list
 
 def _is_pair(value: Any) -> bool:
     return (
-        isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+        isinstance(value, list) and len(value) == 2 and all(isinstance(said, str) for said in value)
     )
 
 
@@ -448,8 +448,8 @@ def _chosen(
     if isinstance(before, str):
         extra = _extra(low, columns, asks)
         extra = None if extra == asks else extra
-        given = before.strip() or _text(row, extra, place).strip()
-        before = _question_turns(row, asks, extra, place) if given else []
+        question = before.strip() or _text(row, extra, place).strip()
+        before = _question_turns(row, asks, extra, place) if question else []
     if isinstance(answer, dict):
         answer = [answer]
     if isinstance(answer, str):
@@ -466,8 +466,8 @@ def _chosen(
     whole = bool(answer) and isinstance(answer[0], dict)
     whole = whole and _role(answer[0], columns) != "assistant"
     turns = answer if whole else [*_history(row, low, place), *before, *answer]
-    made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
-    return [*_system(row, low, columns, place), *made]
+    messages = [_turn(turn, columns, f"{place}, turn {n}") for n, turn in enumerate(turns, 1)]
+    return [*_system(row, low, columns, place), *messages]
 
 
 def _labelled(
@@ -500,10 +500,10 @@ def _turn(turn: Any, columns: Columns, place: str) -> dict[str, Any]:
             f"{place} lacks a text in role (or from); it has {', '.join(turn) or 'nothing'}; name the field with --columns.role"
         )
     who = turn[role]
-    made = {name: value for name, value in turn.items() if name not in (role, content)}
+    others = {name: value for name, value in turn.items() if name not in (role, content)}
     if who.strip().lower() in CALLS:
         return {
-            **made,
+            **others,
             "role": "assistant",
             "content": None,
             "tool_calls": _calls(turn, content, place),
@@ -514,7 +514,7 @@ def _turn(turn: Any, columns: Columns, place: str) -> dict[str, Any]:
             f"{place} is from {who!r}, who is nobody known{nearest(who, ALIASES) or ';'} take {', '.join(ALIASES)} or {CALLS[0]}"
         )
     said = turn.get(content) if content is not None else None
-    return {"role": known or who, "content": said, **made}
+    return {"role": known or who, "content": said, **others}
 
 
 def _known(who: Any) -> Any:
@@ -530,17 +530,17 @@ def _calls(turn: Mapping[str, Any], content: str | None, place: str) -> list[Any
     """Calls of functions, from JSON."""
     value = turn.get(content) if content is not None else None
     try:
-        found: Any = json.loads(value) if isinstance(value, str) else value
-        calls: list[Any] = found if isinstance(found, list) else [found]
+        decoded: Any = json.loads(value) if isinstance(value, str) else value
+        calls: list[Any] = decoded if isinstance(decoded, list) else [decoded]
         return [
             {
                 "type": "function",
                 "function": {
-                    "name": one["name"],
-                    "arguments": one.get("arguments", one.get("parameters", {})),
+                    "name": call["name"],
+                    "arguments": call.get("arguments", call.get("parameters", {})),
                 },
             }
-            for one in calls
+            for call in calls
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
@@ -578,11 +578,11 @@ def _decoded(value: Any) -> Any:
 
 def _as_turns(value: Any, columns: Columns) -> Any:
     """Turns that a table holds as JSON; any other value as it is, such as an answer that is JSON itself."""
-    found = _decoded(value)
-    turns = isinstance(found, list) and all(
-        isinstance(one, dict) and (columns.role or _first(one, ROLES)) in one for one in found
+    decoded = _decoded(value)
+    turns = isinstance(decoded, list) and all(
+        isinstance(turn, dict) and (columns.role or _first(turn, ROLES)) in turn for turn in decoded
     )
-    return found if turns else value
+    return decoded if turns else value
 
 
 def _a(name: str | None) -> str:

@@ -55,12 +55,12 @@ class Stops:
     def push(self, piece: str) -> str:
         """Text without a stop string so far; a possible start of one is held back."""
         text = self._held + piece
-        found = [(text.find(stop) + len(stop), stop) for stop in self.strings if stop in text]
-        if found:
+        matches = [(text.find(stop) + len(stop), stop) for stop in self.strings if stop in text]
+        if matches:
             self.met, self._held = True, ""
             # Prefers the longer of two that end at the same place.
-            end = min(end for end, _ in found)
-            return text[: end - max(len(stop) for at, stop in found if at == end)]
+            end = min(end for end, _ in matches)
+            return text[: end - max(len(stop) for at, stop in matches if at == end)]
         longest = max((_overlap(text, stop) for stop in self.strings), default=0)
         certain = len(text) - longest
         self._held = text[certain:]

@@ -55,8 +55,8 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **names: Any) -> None:
         # Without a parameter of its own name, so that a template may have an attribute ``self``.
-        given, kept = args[1:], args[0]
-        names = dict(*given, **names)
+        attributes, kept = args[1:], args[0]
+        names = dict(*attributes, **names)
         for name in names:
             _check_attribute(name)
         Namespace.__init__(kept, names)
@@ -112,20 +112,20 @@ def environment(*, marked: bool = False) -> ImmutableSandboxedEnvironment:
     Args:
         marked: Whether generation blocks are put between :data:`OPEN` and :data:`CLOSE`.
     """
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Answers if marked else _Unmarked, loopcontrols],
     )
-    made.filters["tojson"] = _to_json
-    given: dict[str, Any] = {
+    sandbox.filters["tojson"] = _to_json
+    functions: dict[str, Any] = {
         "raise_exception": _refuse,
         "strftime_now": _now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    made.globals.update(given)
-    return made
+    sandbox.globals.update(functions)
+    return sandbox
 
 
 @lru_cache(maxsize=32)

@@ -155,8 +155,8 @@ class Tokenizer:
             # One file for both, with the ids that they have here.
             more = added_tokens(file.parent, config)
             named[LISTED] = {
-                str(self.find(one["content"])): {k: v for k, v in one.items() if k != "id"}
-                for one in more
+                str(self.find(token["content"])): {k: v for k, v in token.items() if k != "id"}
+                for token in more
             }
         return {"tokenizer.json": raw, CONFIG: json.dumps(config | named, indent=2).encode()}
 
@@ -170,7 +170,7 @@ class Tokenizer:
 
         if self.path is None:
             raw = [text.encode() if isinstance(text, str) else text for text in texts]
-            return [np.frombuffer(one, np.uint8).astype(np.int32) for one in raw]
+            return [np.frombuffer(content, np.uint8).astype(np.int32) for content in raw]
         return self._encoded(texts, special=False)
 
     def prompt(self, text: str) -> list[int]:
@@ -198,7 +198,7 @@ class Tokenizer:
             text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts
         ]
         encoded = _load(self).backend.encode_batch_fast(strings, add_special_tokens=special)
-        return [np.array(one.ids, np.int32) for one in encoded]
+        return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def spans(self, texts: Sequence[str]) -> "list[tuple[np.ndarray, np.ndarray, np.ndarray]]":
         """For each text the ids int32[tokens], without special tokens around them; the character where each token starts, int64[tokens]; and whether it is a special token, bool[tokens].
@@ -211,13 +211,13 @@ class Tokenizer:
         if self.path is None:
             raise DataError("conversations need a tokenizer; give a tokenizer.json")
         backend = _load(self).backend
-        added = [i for i, one in backend.get_added_tokens_decoder().items() if one.special]
-        found = []
-        for one in backend.encode_batch(list(texts), add_special_tokens=False):
-            ids = np.array(one.ids, np.int32)
-            starts = np.array([start for start, _ in one.offsets], np.int64)
-            found.append((ids, starts, np.isin(ids, added)))
-        return found
+        added = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
+        spans = []
+        for encoding in backend.encode_batch(list(texts), add_special_tokens=False):
+            ids = np.array(encoding.ids, np.int32)
+            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            spans.append((ids, starts, np.isin(ids, added)))
+        return spans
 
     def documents(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
         """int32[tokens] for each text, with the tokens around it."""
@@ -256,7 +256,7 @@ class Tokenizer:
         seed = [int(i) for i in before[-SEED:]]
         if self.decode(seed).endswith("\ufffd"):
             seed = []  # The stream begins within a character.
-        return _TokenStream(tokenizer=self, ids=seed, given=len(seed))
+        return _TokenStream(tokenizer=self, ids=seed, returned=len(seed))
 
     def find(self, token: str) -> int | None:
         """The id of a token as :meth:`token` writes it; None where there is none."""
@@ -300,7 +300,7 @@ class _TokenStream(TextStream):
     ids: list[int] = field(default_factory=list)
     context: int = 0
     """First id that is decoded together with the next ones."""
-    given: int = 0
+    returned: int = 0
     """Number of ids already returned as text."""
 
     def push(self, index: int) -> str:
@@ -311,12 +311,12 @@ class _TokenStream(TextStream):
         return self._rest(final=True)
 
     def _rest(self, final: bool) -> str:
-        before = self.tokenizer.decode(self.ids[self.context : self.given])
+        before = self.tokenizer.decode(self.ids[self.context : self.returned])
         text = self.tokenizer.decode(self.ids[self.context :])
         if not final and text.endswith("\ufffd"):
             return ""
         if len(text) > len(before):
-            self.context, self.given = self.given, len(self.ids)
+            self.context, self.returned = self.returned, len(self.ids)
             return text[len(before) :]
         return ""
 
@@ -346,7 +346,7 @@ def _file(path: Path) -> Path:
 def _stamp(path: Path) -> tuple[Any, ...]:
     """Stamp that distinguishes a tokenizer's files from others under their names."""
     folder = path if path.is_dir() else path.parent
-    found = []
+    stamps = []
     for file in (
         folder / "tokenizer.json" if path.is_dir() else path,
         folder / CONFIG,
@@ -357,8 +357,8 @@ def _stamp(path: Path) -> tuple[Any, ...]:
             about = file.stat()
         except OSError:
             continue
-        found.append((file.name, about.st_mtime_ns, about.st_size, about.st_ino))
-    return tuple(found)
+        stamps.append((file.name, about.st_mtime_ns, about.st_size, about.st_ino))
+    return tuple(stamps)
 
 
 @lru_cache(maxsize=32)
@@ -418,7 +418,7 @@ def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":
 
 
 def _special(
-    asked: str | None,
+    wanted: str | None,
     config: dict[str, Any],
     kind: str,
     names: tuple[str, ...],
@@ -427,10 +427,10 @@ def _special(
     file: Path,
 ) -> int | None:
     """Id of a special token: the requested one, the configured one, or one of a usual name."""
-    if asked is not None:
-        if asked not in vocab:
-            raise DataError(f"{file} has no token {asked!r} for {kind}{nearest(asked, added)}")
-        return vocab[asked]
+    if wanted is not None:
+        if wanted not in vocab:
+            raise DataError(f"{file} has no token {wanted!r} for {kind}{nearest(wanted, added)}")
+        return vocab[wanted]
     if f"{kind}_token" in config:
         content = token_text(config[f"{kind}_token"])
         return None if content is None else vocab.get(content)

@@ -59,10 +59,10 @@ def read_fields(file: Path) -> dict[str, Any]:
         return {}
     refuse_pointer(file)
     try:
-        found = json.loads(file.read_bytes())
+        fields = json.loads(file.read_bytes())
     except ValueError as error:
         raise DataError(f"{file} is not JSON ({error}); copy it again") from error
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def added_tokens(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -85,53 +85,53 @@ def added_tokens(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
     ]
     extra = next((config[name] for name in EXTRA if config.get(name)), None) or []
     special = [*named, *(extra.values() if isinstance(extra, Mapping) else extra)]
-    special = [one for one in special if token_text(one) is not None]
-    names = {token_text(one) for one in special}
-    found: list[dict[str, Any]] = []
+    special = [token for token in special if token_text(token) is not None]
+    names = {token_text(token) for token in special}
+    tokens: list[dict[str, Any]] = []
     if LISTED in config:
         try:
-            listed = sorted(config[LISTED].items(), key=lambda one: int(one[0]))
-            found = [{"special": False, **token, "id": int(number)} for number, token in listed]
-            contents = [one["content"] for one in found]
+            listed = sorted(config[LISTED].items(), key=lambda pair: int(pair[0]))
+            tokens = [{"special": False, **token, "id": int(number)} for number, token in listed]
+            contents = [token["content"] for token in tokens]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"{folder / CONFIG} has an {LISTED} of another form ({error!r}); copy it again"
             ) from error
-        if not all(isinstance(one, str) and one for one in contents):
+        if not all(isinstance(content, str) and content for content in contents):
             raise DataError(
                 f"{folder / CONFIG} has a token without a text in {LISTED}; copy it again"
             )
     else:
         ids = {k: v for k, v in read_fields(folder / ADDED).items() if isinstance(v, int)}
-        for content, number in sorted(ids.items(), key=lambda one: one[1]):
+        for content, number in sorted(ids.items(), key=lambda pair: pair[1]):
             known = content in names
-            found.append(
+            tokens.append(
                 {"content": content, "id": number, "special": known, "normalized": not known}
             )
-    have = {one["content"] for one in found}
-    for one in special:
-        content = token_text(one)
+    have = {token["content"] for token in tokens}
+    for token in special:
+        content = token_text(token)
         if content and content not in have:
             have.add(content)
-            flags = {k: one[k] for k in FLAGS if k in one} if isinstance(one, Mapping) else {}
-            found.append({"normalized": False, **flags, "content": content, "special": True})
-    return found
+            flags = {k: token[k] for k in FLAGS if k in token} if isinstance(token, Mapping) else {}
+            tokens.append({"normalized": False, **flags, "content": content, "special": True})
+    return tokens
 
 
 def add_lacking(backend: "tokenizers.Tokenizer", tokens: list[dict[str, Any]]) -> list[str]:
     """Adds tokens that a tokenizer lacks, or has with other settings than the list says; returns their texts."""
     import tokenizers
 
-    known = {one.content: one for one in backend.get_added_tokens_decoder().values()}
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     wanted = []
     for token in tokens:
         flags = {name: bool(token[name]) for name in FLAGS if name in token}
-        made = tokenizers.AddedToken(token["content"], **flags)
-        have = known.get(made.content)
-        if have is None or ("id" in token and _flags(have) != _flags(made)):
-            wanted.append(made)
+        added = tokenizers.AddedToken(token["content"], **flags)
+        have = known.get(added.content)
+        if have is None or ("id" in token and _flags(have) != _flags(added)):
+            wanted.append(added)
     backend.add_tokens(wanted)
-    return [one.content for one in wanted]
+    return [token.content for token in wanted]
 
 
 def _flags(token: "tokenizers.AddedToken") -> tuple[bool, ...]:
@@ -146,25 +146,27 @@ def with_spaces(described: dict[str, Any], config: Mapping[str, Any]) -> dict[st
         config: Of :func:`token_config`.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
-    given = config.get("add_prefix_space")
+    prefix_space = config.get("add_prefix_space")
     if kind in BYTE_LEVEL:
-        pre = _each(described.get("pre_tokenizer"), "ByteLevel", {"add_prefix_space": bool(given)})
+        pre = _each(
+            described.get("pre_tokenizer"), "ByteLevel", {"add_prefix_space": bool(prefix_space)}
+        )
         return {**described, "pre_tokenizer": pre}
-    if kind not in PIECES or given is None or not _has_pieces(described):
+    if kind not in PIECES or prefix_space is None or not _has_pieces(described):
         return described
     # As transformers makes these anew: a mark for the space, of the text's first piece or of each between added tokens.
     first = "always" if config.get("legacy", False) else "first"
     pre = {
         "type": "Metaspace",
         "replacement": SPACE,
-        "prepend_scheme": first if given else "never",
+        "prepend_scheme": first if prefix_space else "never",
         "split": False,
     }
     back = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
-        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if given else []),
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix_space else []),
     ]
     decoder = {"type": "Sequence", "decoders": back}
     return {**described, "normalizer": None, "pre_tokenizer": pre, "decoder": decoder}
@@ -184,4 +186,4 @@ def _each(part: Any, kind: str, fields: Mapping[str, Any]) -> Any:
     steps = part.get("pretokenizers")
     if not isinstance(steps, list):
         return part
-    return {**part, "pretokenizers": [_each(one, kind, fields) for one in steps]}
+    return {**part, "pretokenizers": [_each(step, kind, fields) for step in steps]}

@@ -74,12 +74,12 @@ def train(
         backend.save(str(scratch / "tokenizer.json"))
         config = {"bos_token": START, "eos_token": END}
         (scratch / CONFIG).write_text(json.dumps(config, indent=2))
-    made = Tokenizer(path=to)
+    tokenizer = Tokenizer(path=to)
     return {
-        "vocab": made.vocab_size,
+        "vocab": tokenizer.vocab_size,
         "documents": len(kept),
         "bytes": size,
-        "bytes_per_token": _bytes_per_token(made, data),
+        "bytes_per_token": _bytes_per_token(tokenizer, data),
     }
 
 

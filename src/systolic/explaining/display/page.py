@@ -7,12 +7,12 @@ from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, si
-from systolic.explaining.cause import Cause
 from systolic.explaining.display.text import overlap_remarks, profile_remark, program_remarks
 from systolic.explaining.profiles import figures as figures_of
+from systolic.explaining.step import Cause
 from systolic.profile import Profile, ProfiledOp
 from systolic.profile.ceilings import MATRIX, MEMORY, VECTOR_MEMORY
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
 from systolic.profile.trace import DeviceOp, HostEvent, Interval, missing, union
 from systolic.report import charts, figures

@@ -92,58 +92,58 @@ class ExplainReporter(StderrReporter):
         else:
             self._line.told(text, self._stream, done)
 
-    def _explained(self, made: StepExplanation | ProfileExplanation) -> None:
-        if isinstance(made, ProfileExplanation):
-            if made.forecast is not None and made.of is not None:
-                seconds = made.forecast.step_seconds or 0.0
-                ratio = made.figures["step_seconds"] / seconds
-                text = f"forecast for {made.of.on.name}: {duration(seconds)} a step, measured {ratio:.2f} times that"
+    def _explained(self, explanation: StepExplanation | ProfileExplanation) -> None:
+        if isinstance(explanation, ProfileExplanation):
+            if explanation.forecast is not None and explanation.of is not None:
+                seconds = explanation.forecast.step_seconds or 0.0
+                ratio = explanation.figures["step_seconds"] / seconds
+                text = f"forecast for {explanation.of.on.name}: {duration(seconds)} a step, measured {ratio:.2f} times that"
                 self._told(f"\n{text}", "")
             elif not self._json:
                 print_causes(
                     self._title,
-                    made.causes,
+                    explanation.causes,
                     remarks=[
-                        profile_remark(made.figures),
-                        *overlap_remarks(made.figures),
-                        *program_remarks(made.table),
+                        profile_remark(explanation.figures),
+                        *overlap_remarks(explanation.figures),
+                        *program_remarks(explanation.table),
                     ],
-                    notes=made.notes,
+                    notes=explanation.notes,
                 )
-        elif not self._json and made.forecast.fits:
-            print_step(made)
+        elif not self._json and explanation.forecast.fits:
+            print_step(explanation)
         elif not self._json:
-            print_forecast(made.forecast)
+            print_forecast(explanation.forecast)
 
     def _changing(self, progress: ExplainProgress) -> None:
-        one = progress.remedy
-        if one is None:
+        remedy = progress.remedy
+        if remedy is None:
             self._open_line("changes")
             self._told(HEADS[progress.stage].format(progress.of), "")
             return
-        changes = "" if one.same_result else CHANGES_TRAINING
+        changes = "" if remedy.same_result else CHANGES_TRAINING
         done = f"{progress.done} of {progress.of} at most compiled"
-        self._told(f"  {one.verdict:<59}  {one.text}{changes}", done)
+        self._told(f"  {remedy.verdict:<59}  {remedy.text}{changes}", done)
 
     def _fitting(self, progress: ExplainProgress) -> None:
         assert progress.search is not None
-        now, made = progress.search, progress.explanation
+        now, explanation = progress.search, progress.explanation
         if not self._fits:
             self._fits = True
             if not self._json:
                 print("\nlayouts that may fit, each compiled:", flush=True)
             self._open_line("layouts")
-        one = now.latest
-        if one is None:
+        trial = now.latest
+        if trial is None:
             if not now.compiled and self._line is not None:
                 self._line.say(stage(now))
             return
-        before = made.job.layout.on(made.on.num_devices, made.on.num_slices)
-        where = "" if one.candidate.on == made.on else f"{one.candidate.on.name} "
-        result = reason_of(one)
-        if one.forecast is not None and one.total is not None:
-            peak = one.forecast.memory.peak_bytes if one.forecast.memory else 0
-            speed = step(one.forecast.step_seconds or 0.0)
+        before = explanation.job.layout.on(explanation.on.num_devices, explanation.on.num_slices)
+        where = "" if trial.candidate.on == explanation.on else f"{trial.candidate.on.name} "
+        result = reason_of(trial)
+        if trial.forecast is not None and trial.total is not None:
+            peak = trial.forecast.memory.peak_bytes if trial.forecast.memory else 0
+            speed = step(trial.forecast.step_seconds or 0.0)
             result = f"fits, {gibibytes(peak)}, {speed} a step"
-        text = f"  {where}{difference(before, one.candidate)}: {result}"
+        text = f"  {where}{difference(before, trial.candidate)}: {result}"
         self._told(text, f"{now.compiled} compiled")

@@ -17,10 +17,10 @@ from systolic.chips.flags import described, spoken
 from systolic.compiling import StepKind
 from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes, plural
-from systolic.explaining.cause import Cause
 from systolic.explaining.command import ExplainedKind
 from systolic.explaining.explainer import RecipeStep, StepExplanation
 from systolic.explaining.saved import StepComparison
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.display import readings
 from systolic.planning.candidate import Candidate
@@ -128,23 +128,23 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
         cost.append(f"{cause.share * 100:.1f} %")
     if cause.seconds is not None:
         cost.append(duration(cause.seconds))
-    found = _wrapped(cause.title, width - (24 if cost else 0), f"{index + 1}. ", "bold")
+    texts = _wrapped(cause.title, width - (24 if cost else 0), f"{index + 1}. ", "bold")
     if cost:
-        found[-1].append(f"  {', '.join(cost)}", "not bold yellow")
+        texts[-1].append(f"  {', '.join(cost)}", "not bold yellow")
     if cause.work is not None and most > LINES[-1] and len(cause.evidence) > 1:
-        found += _wrapped(cause.work.text, width, "    ", "")
+        texts += _wrapped(cause.work.text, width, "    ", "")
     for text in cause.evidence[:most]:
-        found += _wrapped(text, width, "    ", "")
+        texts += _wrapped(text, width, "    ", "")
     for number, text in enumerate(cause.advice[:most]):
-        found += _wrapped(text, width, "    try " if not number else "     or ", "cyan")
-    return found
+        texts += _wrapped(text, width, "    try " if not number else "     or ", "cyan")
+    return texts
 
 
 def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
     """Text wrapped over several lines, never inside a command."""
     flat = " ".join(terminal.printable(text).split())
     whole = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), flat)
-    found = textwrap.wrap(
+    wrapped = textwrap.wrap(
         whole,
         width,
         initial_indent=indent,
@@ -152,7 +152,7 @@ def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [Text(line.replace(NO_BREAK, " "), style) for line in found]
+    return [Text(line.replace(NO_BREAK, " "), style) for line in wrapped]
 
 
 def step_title(forecast: Forecast, name: str) -> str:
@@ -184,30 +184,30 @@ def run_remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
     return [", ".join(known)] if known else []
 
 
-def profile_remark(found: Mapping[str, Any]) -> str:
+def profile_remark(figures: Mapping[str, Any]) -> str:
     """The figures in a line."""
     parts = ", ".join(
-        f"{name} {share:.0%}" for name, share in found["shares"].items() if share >= LEAST_SHARE
+        f"{name} {share:.0%}" for name, share in figures["shares"].items() if share >= LEAST_SHARE
     )
-    steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
-    if by := found.get("simulated_by"):
+    steps = f"median of {figures['steps']}" if figures["steps"] > 1 else "the only one"
+    if by := figures.get("simulated_by"):
         steps = f"simulated by {by}, no measurement"
-    number = found["devices"]
-    on = f"{number} x {found['device']}" if number > 1 else found["device"]
-    slow, fast = found["slowest"], found["fastest"]
+    number = figures["devices"]
+    on = f"{number} x {figures['device']}" if number > 1 else figures["device"]
+    slow, fast = figures["slowest"], figures["fastest"]
     if slow["step_seconds"] > SPREAD * fast["step_seconds"]:
         steps += f"; {slow['device']} {duration(slow['step_seconds'])}, {fast['device']} {duration(fast['step_seconds'])}"
-    if len(found["hosts"]) > 1:
-        steps += f"; hosts {', '.join(found['hosts'])}"
-    return f"a step on {on} takes {duration(found['step_seconds'])} ({steps}): {parts}"
+    if len(figures["hosts"]) > 1:
+        steps += f"; hosts {', '.join(figures['hosts'])}"
+    return f"a step on {on} takes {duration(figures['step_seconds'])} ({steps}): {parts}"
 
 
-def overlap_remarks(found: Mapping[str, Any]) -> list[str]:
+def overlap_remarks(figures: Mapping[str, Any]) -> list[str]:
     """Transfers beside the device's work, in a line; none without any."""
     parts = [
-        f"{kind} {duration(one['hidden_seconds'])}, {duration(one['exposed_seconds'])} more exposed"
-        for kind, one in found["beside"].items()
-        if one["hidden_seconds"] > LEAST_SHARE * found["step_seconds"]
+        f"{kind} {duration(times['hidden_seconds'])}, {duration(times['exposed_seconds'])} more exposed"
+        for kind, times in figures["beside"].items()
+        if times["hidden_seconds"] > LEAST_SHARE * figures["step_seconds"]
     ]
     return [f"under way while the device works: {'; '.join(parts)}"] if parts else []
 
@@ -219,7 +219,7 @@ def program_remarks(table: ProfileTable) -> list[str]:
     for program in others[:PROGRAMS]:
         if program.seconds < LEAST_PROGRAM * first.seconds:
             break
-        row = next((one for one in table.ops if one.program == program.name), None)
+        row = next((row for row in table.ops if row.program == program.name), None)
         text = f"beside the step: {program.name}, {plural(round(program.runs), 'run')} of {duration(program.median)}"
         if row is not None:
             work = row.rate.text(row.flight) if row.rate is not None else ""
@@ -250,76 +250,78 @@ def applied(
     """
     if of is None or of.recipe.of_job:
         return None
-    found = option_words(of.recipe.function, of.options, {**of.settings, **settings})
+    options = option_words(of.recipe.function, of.options, {**of.settings, **settings})
     if verb == "forecast":
-        found += ["--on", candidate.on.name, "--quick"]  # as the figures above were made
-    words = shlex.join(["systolic", verb, of.recipe.target, *found])
+        options += ["--on", candidate.on.name, "--quick"]  # as the figures above were made
+    words = shlex.join(["systolic", verb, of.recipe.target, *options])
     flags = spoken(candidate.compiler_flags, candidate.on.chip)
     return f"{words} --flags={shlex.quote(flags)}" if flags else words
 
 
-def calibration_name(made: Forecast) -> str | None:
+def calibration_name(forecast: Forecast) -> str | None:
     """Name of the calibration that corrects a forecast; None without one."""
-    return None if made.calibration is None else made.calibration.name
+    return None if forecast.calibration is None else forecast.calibration.name
 
 
-def print_step(made: StepExplanation) -> None:
+def print_step(explanation: StepExplanation) -> None:
     """Causes of a step that fits."""
     title, remarks = (
-        step_title(made.forecast, made.job.name),
-        step_remarks(made.forecast, made.flags),
+        step_title(explanation.forecast, explanation.job.name),
+        step_remarks(explanation.forecast, explanation.flags),
     )
-    print_causes(title, made.causes, remarks=remarks)
+    print_causes(title, explanation.causes, remarks=remarks)
 
 
-def show_step(made: StepExplanation, *, as_json: bool) -> int:
+def show_step(explanation: StepExplanation, *, as_json: bool) -> int:
     """Prints what to do about a step; returns the exit code, 1 where nothing fits."""
-    if not made.forecast.fits:
-        return show_attempts(made, as_json=as_json)
-    told = show_remedies(made, "forecast", as_json=as_json)
+    if not explanation.forecast.fits:
+        return show_attempts(explanation, as_json=as_json)
+    remedies = show_remedies(explanation, "forecast", as_json=as_json)
     if as_json:
         print_json(
             {
-                "target": made.target,
+                "target": explanation.target,
                 "kind": ExplainedKind.forecast.value,
-                "slice": made.on.name,
+                "slice": explanation.on.name,
                 "fits": True,
-                "step": made.step.value,
+                "step": explanation.step.value,
                 "quick": True,
-                "layout": dict(made.forecast.layout),
-                "step_seconds": made.forecast.step_seconds,
-                "mfu": made.forecast.mfu,
-                "lower_bound": made.forecast.is_lower_bound,
-                "bound": made.forecast.bound.value,
-                "given": list(made.forecast.given),
-                "calibration": calibration_name(made.forecast),
-                "flags": list(made.flags),
-                "causes": [plain(cause) for cause in made.causes],
-                **told,
+                "layout": dict(explanation.forecast.layout),
+                "step_seconds": explanation.forecast.step_seconds,
+                "mfu": explanation.forecast.mfu,
+                "lower_bound": explanation.forecast.is_lower_bound,
+                "bound": explanation.forecast.bound.value,
+                "given": list(explanation.forecast.given),
+                "calibration": calibration_name(explanation.forecast),
+                "flags": list(explanation.flags),
+                "causes": [plain(cause) for cause in explanation.causes],
+                **remedies,
             }
         )
     return 0
 
 
-def show_remedies(made: StepExplanation, verb: str, *, as_json: bool) -> dict[str, Any]:
+def show_remedies(explanation: StepExplanation, verb: str, *, as_json: bool) -> dict[str, Any]:
     """Prints the commands of the best changes; returns what JSON has of all."""
     stream: TextIO = sys.stderr if as_json else sys.stdout
-    best, other, job = made.best, made.best_changed, made.job
-    before = duration(made.forecast.step_seconds or 0.0)
+    best, other, job = explanation.best, explanation.best_changed, explanation.job
+    before = duration(explanation.forecast.step_seconds or 0.0)
 
-    def command(one: Remedy | None) -> str | None:
-        if one is None:
+    def command(remedy: Remedy | None) -> str | None:
+        if remedy is None:
             return None
-        return applied(made.of, one.candidate.settings(job), one.candidate, verb)
+        return applied(explanation.of, remedy.candidate.settings(job), remedy.candidate, verb)
 
     lines: list[str | None] = []
     if best is not None:
         text = f"the best that keeps training the same: {best.text}, {best.verdict}, now {before}"
         lines += ["", text, command(best)]
-        if made.remaining:
-            left = (f"{one.title} {one.share or 0.0:.0%}" for one in made.remaining[:LEFT])
+        if explanation.remaining:
+            left = (
+                f"{cause.title} {cause.share or 0.0:.0%}" for cause in explanation.remaining[:LEFT]
+            )
             lines.append(f"  where its time goes: {'; '.join(left)}")
-    elif made.remedies:
+    elif explanation.remedies:
         lines += ["", "none of the changes that keep training the same is faster"]
     if other is not None:
         text = f"faster, and changes training: {other.text}, {other.verdict}, now {before}"
@@ -333,90 +335,92 @@ def show_remedies(made: StepExplanation, verb: str, *, as_json: bool) -> dict[st
             ),
             file=stream,
         )
-    settings = [one.candidate.settings(job) for one in made.remedies]
+    settings = [remedy.candidate.settings(job) for remedy in explanation.remedies]
     return {
-        "remedies": [one.to_json(how) for one, how in zip(made.remedies, settings, strict=True)],
+        "remedies": [
+            remedy.to_json(how) for remedy, how in zip(explanation.remedies, settings, strict=True)
+        ],
         "command": command(best),
         "changes_training_command": command(other),
-        "remaining": [plain(cause) for cause in made.remaining],
+        "remaining": [plain(cause) for cause in explanation.remaining],
     }
 
 
-def show_attempts(made: StepExplanation, *, as_json: bool) -> int:
+def show_attempts(explanation: StepExplanation, *, as_json: bool) -> int:
     """Prints the command of a layout that fits, or that none does; returns the exit code."""
-    last, found = (made.attempts[-1] if made.attempts else None), made.fit
+    last, fit = (explanation.attempts[-1] if explanation.attempts else None), explanation.fit
     typed = None
-    if last is not None and found is not None:
-        settings = found.candidate.settings(made.job)
+    if last is not None and fit is not None:
+        settings = fit.candidate.settings(explanation.job)
         if not last.same_result:
             settings["optimizer.kind"] = last.facts.job.optimizer.kind.value
-        typed = applied(made.of, settings, found.candidate, "forecast")
+        typed = applied(explanation.of, settings, fit.candidate, "forecast")
     if as_json:
         print_json(
             {
-                "target": made.target,
+                "target": explanation.target,
                 "kind": ExplainedKind.forecast.value,
-                "slice": made.on.name,
+                "slice": explanation.on.name,
                 "fits": False,
-                "rejected": made.forecast.rejected,
-                "attempts": [attempt.to_json() for attempt in made.attempts],
+                "rejected": explanation.forecast.rejected,
+                "attempts": [attempt.to_json() for attempt in explanation.attempts],
                 "command": typed,
             }
         )
-    elif last is not None and found is not None and found.forecast is not None:
-        peak = found.forecast.memory.peak_bytes if found.forecast.memory else 0
+    elif last is not None and fit is not None and fit.forecast is not None:
+        peak = fit.forecast.memory.peak_bytes if fit.forecast.memory else 0
         print(
-            f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
-            f"{gibibytes(found.forecast.capacity_bytes)}, {step(found.forecast.step_seconds or 0.0)} a step"
+            f"\nthe fastest that fits: {fit.candidate.name}, {gibibytes(peak)} of "
+            f"{gibibytes(fit.forecast.capacity_bytes)}, {step(fit.forecast.step_seconds or 0.0)} a step"
         )
         if not last.same_result:
             print("it changes the optimizer, and with it the result of training")
         if typed is not None:
             print(f"  {typed}")
     else:
-        print(nothing_fits(made))
-    return 0 if found is not None else 1
+        print(nothing_fits(explanation))
+    return 0 if fit is not None else 1
 
 
-def nothing_fits(made: StepExplanation) -> str:
+def nothing_fits(explanation: StepExplanation) -> str:
     """The advice where no layout fits."""
-    if made.attempts:
-        return f"\nnothing that was tried fits; try a smaller model or batch, or another chip: systolic plan {made.target} --on any"
-    if made.step is StepKind.train:
+    if explanation.attempts:
+        return f"\nnothing that was tried fits; try a smaller model or batch, or another chip: systolic plan {explanation.target} --on any"
+    if explanation.step is StepKind.train:
         return "\n--remedies 0 tries no layouts; leave it out to find one that fits"
-    return f"\nlayouts are tried for train steps only, and this is a step of --step {made.step.value}; try a smaller batch, other --layout options or a larger slice"
+    return f"\nlayouts are tried for train steps only, and this is a step of --step {explanation.step.value}; try a smaller batch, other --layout options or a larger slice"
 
 
-def show_comparison(made: StepComparison, *, as_json: bool) -> int:
+def show_comparison(comparison: StepComparison, *, as_json: bool) -> int:
     """Prints what makes the first slower or faster; returns the exit code, 1 where one does not fit."""
-    one, two = made.target, made.against_target
-    mine, other = made.forecast.step_seconds, made.against.step_seconds
+    first, second = comparison.target, comparison.against_target
+    mine, other = comparison.forecast.step_seconds, comparison.against.step_seconds
     if as_json:
         print_json(
             {
-                "target": one,
-                "against": two,
+                "target": first,
+                "against": second,
                 "kind": ExplainedKind.forecast.value,
                 "step_seconds": mine,
                 "against_step_seconds": other,
-                "causes": [asdict(row) for row in made.causes],
+                "causes": [asdict(row) for row in comparison.causes],
             }
         )
         return 0
     if mine is None or other is None:
-        for path, forecast in ((one, made.forecast), (two, made.against)):
+        for path, forecast in ((first, comparison.forecast), (second, comparison.against)):
             print(f"{path}: {'fits' if forecast.fits else 'does not fit'} on {forecast.on.name}")
         return 1
-    if made.alike:
-        print(f"{one} and {two} take the same time: {duration(mine)} a step")
+    if comparison.alike:
+        print(f"{first} and {second} take the same time: {duration(mine)} a step")
     else:
         word = "slower" if mine > other else "faster"
         ratio = max(mine, other) / min(mine, other)
         print(
-            f"{one} is {ratio:.2f} times {word}: {duration(mine)} a step, {two} {duration(other)}"
+            f"{first} is {ratio:.2f} times {word}: {duration(mine)} a step, {second} {duration(other)}"
         )
     print(f"both forecast {QUICK}")
-    rows = made.worth_showing
+    rows = comparison.worth_showing
     if not rows:
         print("and no cause takes more in one of them")
         return 0

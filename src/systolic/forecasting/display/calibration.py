@@ -40,8 +40,8 @@ def lines(record: CalibrationRecord) -> list[Text]:
     shown = [Text(head, "bold"), Text(columns, "dim")]
     shown += [Text(_row(kind, factor)) for kind, factor in of.factors.items()]
     shown += [Text(f"left out: {text}") for text in record.left_out]
-    for one in record.sources:
-        shown += [Text(""), *(Text(text, "dim") for text in _source(one))]
+    for source in record.sources:
+        shown += [Text(""), *(Text(text, "dim") for text in _source(source))]
     return shown
 
 
@@ -51,7 +51,7 @@ def listed(records: Sequence[CalibrationRecord], folder: Path) -> list[Text]:
         return [
             Text(f"no calibration in {folder}; make one: systolic calibrate PROFILE --name my-v5e")
         ]
-    longest = max(len(one.calibration.name) for one in records)
+    longest = max(len(record.calibration.name) for record in records)
     shown = []
     for record in records:
         of = record.calibration
@@ -64,7 +64,7 @@ def listed(records: Sequence[CalibrationRecord], folder: Path) -> list[Text]:
 
 
 def _row(kind: CostKind, factor: Factor) -> str:
-    value, low, high = (_value(kind, one) for one in (factor.value, factor.low, factor.high))
+    value, low, high = (_value(kind, number) for number in (factor.value, factor.low, factor.high))
     few = "" if factor.has_spread else ", too few for a range"
     return f"{value:>18}  {low:>10}  {high:>10}  {factor.ops:>6,}  {factor.works:>6,}  {duration(factor.seconds):>10}  {kind.value}{few}"
 
@@ -73,20 +73,22 @@ def _value(kind: CostKind, value: float) -> str:
     return si(value, "B/s") if kind is CostKind.host else f"{value:.3f}"
 
 
-def _source(one: ProfileSource) -> list[str]:
-    share = one.matched_seconds / one.total_seconds if one.total_seconds else 0.0
-    runs = ", ".join(f"{name} x {number:g}" for name, number in list(one.programs.items())[:KINDS])
-    devices = plural(one.devices, "device")
-    found = [f"{Path(one.file).name}: {devices}, {runs}"]
-    by = f", by {one.priced_by}" if one.priced_by else ""
-    found.append(
-        f"  {share:.0%} of {duration(one.total_seconds)} of ops in a run of each program has a price{by}"
+def _source(source: ProfileSource) -> list[str]:
+    share = source.matched_seconds / source.total_seconds if source.total_seconds else 0.0
+    runs = ", ".join(
+        f"{name} x {number:g}" for name, number in list(source.programs.items())[:KINDS]
+    )
+    devices = plural(source.devices, "device")
+    texts = [f"{Path(source.file).name}: {devices}, {runs}"]
+    by = f", by {source.priced_by}" if source.priced_by else ""
+    texts.append(
+        f"  {share:.0%} of {duration(source.total_seconds)} of ops in a run of each program has a price{by}"
     )
     left = [
         f"{name} {duration(seconds)}"
-        for name, seconds in one.not_matched.items()
-        if seconds > SHOWN * one.total_seconds
+        for name, seconds in source.not_matched.items()
+        if seconds > SHOWN * source.total_seconds
     ]
     if left:
-        found.append(f"  without: {', '.join(left[:KINDS])}")
-    return found
+        texts.append(f"  without: {', '.join(left[:KINDS])}")
+    return texts

@@ -16,16 +16,21 @@ def lines(changes: Sequence[FigureChange], before: str, after: str) -> list[str]
         if change.group != group:
             group = change.group
             shown.append(group)
-        name, before_text, after_text, told = figure_texts(change)
+        name, before_text, after_text, difference = figure_texts(change)
         name = name if len(name) <= 34 else f"…{name[-33:]}"
-        shown.append(f"  {name:<34}{before_text:>12}  {after_text:>12}  {told:>9}".rstrip())
+        shown.append(f"  {name:<34}{before_text:>12}  {after_text:>12}  {difference:>9}".rstrip())
     return shown
 
 
 def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:
     """Name, before, after and the difference of a figure."""
-    told = "" if change.ratio is None else _ratio(change.ratio)
-    return change.name, _text(change.before, change.unit), _text(change.after, change.unit), told
+    difference = "" if change.ratio is None else _ratio(change.ratio)
+    return (
+        change.name,
+        _text(change.before, change.unit),
+        _text(change.after, change.unit),
+        difference,
+    )
 
 
 def depths(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -46,37 +46,37 @@ class Against:
 
 def lines(rows: Sequence[OpChange], step_seconds: float) -> list[str]:
     """The ops that changed as plain text."""
-    told = changed_ops(rows, step_seconds)
-    found = [summary(rows, told)]
-    for row in told[:ROWS]:
+    changed = changed_ops(rows, step_seconds)
+    texts = [summary(rows, changed)]
+    for row in changed[:ROWS]:
         times = (
             _time(row.before_seconds, row.before_runs),
             _time(row.after_seconds, row.after_runs),
         )
-        found.append(
+        texts.append(
             f"  {row.change.value:<17} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  {identity(row)}"
         )
-    return [*found, *([text] if (text := rest(rows, told[:ROWS])) else [])]
+    return [*texts, *([text] if (text := rest(rows, changed[:ROWS])) else [])]
 
 
-def summary(rows: Sequence[OpChange], told: Sequence[OpChange]) -> str:
+def summary(rows: Sequence[OpChange], changed: Sequence[OpChange]) -> str:
     """``ops that changed, by time: 3 slower +1.2 ms, 1 gone -0.1 ms``."""
-    if not told:
+    if not changed:
         return f"no op changed: the {figures.plural(len(rows), 'row')} of both schedules take the same time"
     parts = [
         f"{count} {change.value} {signed(seconds)}"
         for change, (count, seconds) in sorted(
-            totals(told).items(), key=lambda item: -abs(item[1][1])
+            totals(changed).items(), key=lambda item: -abs(item[1][1])
         )
     ]
     return f"ops that changed, by time: {', '.join(parts)}"
 
 
-def rest(rows: Sequence[OpChange], told: Sequence[OpChange]) -> str:
-    """The rows that are not told; empty without any."""
-    others = len(rows) - len(told)
-    seconds = sum(row.seconds for row in rows) - sum(row.seconds for row in told)
-    same = sum(row.after_seconds for row in rows) - sum(row.after_seconds for row in told)
+def rest(rows: Sequence[OpChange], changed: Sequence[OpChange]) -> str:
+    """The rows beside those that changed; empty without any."""
+    others = len(rows) - len(changed)
+    seconds = sum(row.seconds for row in rows) - sum(row.seconds for row in changed)
+    same = sum(row.after_seconds for row in rows) - sum(row.after_seconds for row in changed)
     if not others:
         return ""
     return f"  {figures.plural(others, 'other row')} of ops that are alike or changed less: {duration(same)} of the step, {signed(seconds)}"
@@ -96,11 +96,11 @@ def identity(row: OpChange) -> str:
 def for_page(against: ForecastChanges) -> Against:
     """Part of the page about the earlier forecast."""
     rows = against.ops
-    told = changed_ops(rows, against.step_seconds)
+    changed = changed_ops(rows, against.step_seconds)
     return Against(
         name=against.name,
         figures=[figure_texts(change) for change in against.figures],
-        summary=summary(rows, told) if rows else "",
+        summary=summary(rows, changed) if rows else "",
         ops=[
             PageRow(
                 change=row.change.value,
@@ -114,9 +114,9 @@ def for_page(against: ForecastChanges) -> Against:
                 shape=row.shape,
                 names=f"{', '.join(row.before_ops) or 'none'} → {', '.join(row.after_ops) or 'none'}",
             )
-            for row in told[:PAGE_ROWS]
+            for row in changed[:PAGE_ROWS]
         ],
-        rest=rest(rows, told[:PAGE_ROWS]).strip() if rows else "",
+        rest=rest(rows, changed[:PAGE_ROWS]).strip() if rows else "",
     )
 
 

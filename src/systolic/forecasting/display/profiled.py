@@ -15,40 +15,52 @@ OPS = 12
 """Most ops on the screen; JSON has all."""
 
 
-def print_beside(found: Beside, *, stream: TextIO | None = None) -> None:
+def print_beside(comparison: Beside, *, stream: TextIO | None = None) -> None:
     """Prints the screen to ``stream`` (stdout)."""
-    print_lines(lambda width: lines(found, width), MAX_WIDTH, stream=stream, usual=120)
+    print_lines(lambda width: lines(comparison, width), MAX_WIDTH, stream=stream, usual=120)
 
 
-def lines(found: Beside, width: int) -> list[Text]:
+def lines(comparison: Beside, width: int) -> list[Text]:
     """Kinds of op, then the ops that differ most."""
-    title = f"{found.program}: measured {duration(found.measured_step)} a run"
-    title += f" (median of {found.runs:g})" if found.runs > 1 else ""
-    if found.simulated_step:
-        ratio = found.simulated_step / found.measured_step if found.measured_step else 0.0
-        title += f", simulated {duration(found.simulated_step)}, {ratio:.2f} of it"
-    shown = [Text(""), Text(title, "bold"), *(Text(f"  {note}", "dim") for note in found.notes)]
+    title = f"{comparison.program}: measured {duration(comparison.measured_step)} a run"
+    title += f" (median of {comparison.runs:g})" if comparison.runs > 1 else ""
+    if comparison.simulated_step:
+        ratio = (
+            comparison.simulated_step / comparison.measured_step
+            if comparison.measured_step
+            else 0.0
+        )
+        title += f", simulated {duration(comparison.simulated_step)}, {ratio:.2f} of it"
+    shown = [
+        Text(""),
+        Text(title, "bold"),
+        *(Text(f"  {note}", "dim") for note in comparison.notes),
+    ]
     head = (
         f"{'simulated':>10}  {'measured':>10}  {'ratio: p10':>10}  {'median':>6}  {'p90':>6}  kind"
     )
-    shown += [Text(head, "dim"), *(Text(_kind(row)) for row in found.kinds)]
-    if found.measured_alone:
-        shown.append(Text(f"{'':>10}  {duration(found.measured_alone):>10}  not simulated"))
-    if found.simulated_alone:
-        shown.append(Text(f"{duration(found.simulated_alone):>10}  {'':>10}  not in the profile"))
-    groups = [of for of in found.alike[:OPS] if sum(op.difference for op in of)]
+    shown += [Text(head, "dim"), *(Text(_kind(row)) for row in comparison.kinds)]
+    if comparison.measured_alone:
+        shown.append(Text(f"{'':>10}  {duration(comparison.measured_alone):>10}  not simulated"))
+    if comparison.simulated_alone:
+        shown.append(
+            Text(f"{duration(comparison.simulated_alone):>10}  {'':>10}  not in the profile")
+        )
+    groups = [of for of in comparison.alike[:OPS] if sum(op.difference for op in of)]
     shown += [
         Text(""),
         Text(f"{'difference':>11}  {'simulated':>10}  {'measured':>10}  ops", "dim"),
         *(Text(_ops(of, width)) for of in groups),
     ]
-    if len(found.alike) > len(groups):
-        shown.append(Text(f"  and {len(found.alike) - len(groups):,} more (--json)", "dim"))
+    if len(comparison.alike) > len(groups):
+        shown.append(Text(f"  and {len(comparison.alike) - len(groups):,} more (--json)", "dim"))
     return shown
 
 
 def _kind(row: KindBeside) -> str:
-    ratios = [f"{one:.2f}" if one is not None else "" for one in (row.low, row.median, row.high)]
+    ratios = [
+        f"{ratio:.2f}" if ratio is not None else "" for ratio in (row.low, row.median, row.high)
+    ]
     return f"{duration(row.simulated):>10}  {duration(row.measured):>10}  {ratios[0]:>10}  {ratios[1]:>6}  {ratios[2]:>6}  {row.kind}, {row.number:,}"
 
 
@@ -68,15 +80,15 @@ def _ops(of: Sequence[OpBeside], width: int) -> str:
     return figures + terminal.one_line(name, max(width - len(figures), len(first.name)))
 
 
-def beside_json(found: Beside) -> dict[str, Any]:
+def beside_json(comparison: Beside) -> dict[str, Any]:
     """All of it, in seconds of a step."""
     return {
-        "program": found.program,
-        "simulated_step_seconds": found.simulated_step or None,
-        "measured_step_seconds": found.measured_step,
-        "measured_alone_seconds": found.measured_alone,
-        "simulated_alone_seconds": found.simulated_alone,
-        "kinds": [row.to_json() for row in found.kinds],
-        "ops": [op.to_json() for op in found.ops],
-        "notes": list(found.notes),
+        "program": comparison.program,
+        "simulated_step_seconds": comparison.simulated_step or None,
+        "measured_step_seconds": comparison.measured_step,
+        "measured_alone_seconds": comparison.measured_alone,
+        "simulated_alone_seconds": comparison.simulated_alone,
+        "kinds": [row.to_json() for row in comparison.kinds],
+        "ops": [op.to_json() for op in comparison.ops],
+        "notes": list(comparison.notes),
     }

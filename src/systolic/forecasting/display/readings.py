@@ -74,8 +74,8 @@ def verdict(forecast: Forecast) -> Verdict:
     if forecast.doubt:
         return Verdict(word="fits", sentence=f"{_first(forecast.doubt)}; {spare}.", tone=Tone.fair)
     if forecast.is_lower_bound:
-        told = f"Time is {bound(forecast)}: {summary(forecast.incomplete)}"
-        return Verdict(word="fits", sentence=f"{told}; {spare}.", tone=Tone.fair)
+        time_text = f"Time is {bound(forecast)}: {summary(forecast.incomplete)}"
+        return Verdict(word="fits", sentence=f"{time_text}; {spare}.", tone=Tone.fair)
     return Verdict(word="fits", sentence=f"{spare}.", tone=tone)
 
 
@@ -105,9 +105,9 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
     """Step time, throughput and utilisation as (name, text); unknown ones are left out."""
     if forecast.step_seconds is None:
         return []
-    found = [("step", f"{least(forecast)}{duration(forecast.step_seconds)}")]
+    rows = [("step", f"{least(forecast)}{duration(forecast.step_seconds)}")]
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
-        found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
+        rows.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
     if not forecast.is_lower_bound:  # The FLOPs of unknown kernels are not counted either.
         fastest = forecast.fastest_format
         of_bf16, of_own = ("", "")
@@ -115,7 +115,7 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
             formats = sorted(forecast.flops_by_format, key=lambda name: name == "bf16")
             of_bf16 = " of the bf16 peak"
             of_own = f" of the {' and '.join(formats)} peak{'s' * (len(formats) > 1)}"
-        found += [
+        rows += [
             (name, f"{text}{peak}")
             for name, text, peak in (
                 ("MFU", figures.percent(forecast.mfu), of_bf16),
@@ -123,10 +123,10 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
             )
             if text != figures.MISSING
         ]
-    found += [
+    rows += [
         ("bound by", forecast.bound_by or figures.MISSING),
     ]
-    return [(name, text) for name, text in found if text != figures.MISSING]
+    return [(name, text) for name, text in rows if text != figures.MISSING]
 
 
 def words(forecast: Forecast) -> dict[str, str]:
@@ -156,12 +156,12 @@ def times(forecast: Forecast) -> str:
     if forecast.doubt:
         return f"{forecast.origin.value}: {forecast.doubt}"
     roofline = forecast.origin is Origin.assumed
-    found = (
+    origin = (
         f"{forecast.origin.value}{': a roofline' if roofline else ' from the compiled schedule'}"
     )
     if forecast.is_lower_bound:
-        found += f", {bound(forecast)} ({summary(forecast.incomplete)})"
-    return f"{found}, with {'; '.join(forecast.given)} as given" if forecast.given else found
+        origin += f", {bound(forecast)} ({summary(forecast.incomplete)})"
+    return f"{origin}, with {'; '.join(forecast.given)} as given" if forecast.given else origin
 
 
 def memory_origin(forecast: Forecast) -> Origin:
@@ -237,14 +237,14 @@ def notes(forecast: Forecast) -> list[str]:
     assumed = [] if forecast.timeline is None else forecast.timeline.notes
     priced = [note for note in forecast.notes if note in assumed]
     others = [note for note in forecast.notes if note not in assumed]
-    found = [*forecast.cautions, *forecast.warnings, *priced, *others]
+    texts = [*forecast.cautions, *forecast.warnings, *priced, *others]
     if forecast.interval:
-        found.append(f"interval: {forecast.interval}")
+        texts.append(f"interval: {forecast.interval}")
     if forecast.timeline is not None and forecast.priced_fraction < 0.9995:
-        found.append(
+        texts.append(
             f"{figures.plural(len(forecast.unpriced), 'op')} without a rule, taken from bytes alone: {figures.percent(1 - forecast.priced_fraction)} of the step"
         )
-    return found
+    return texts
 
 
 def compiler_text(forecast: Forecast) -> str:

@@ -81,15 +81,15 @@ def _table(forecast: ServingForecast) -> list[Text]:
 
 def _host(forecast: ServingForecast) -> list[Text]:
     """Figures with the host's work after each step, where the load has any."""
-    found = [
+    rates = [
         f"{point.concurrency:,} at once {point.host_after_output_tokens_per_second:,.0f} tokens/s"
         for point in forecast.points
         if point.host_after is not None
     ]
-    if not found:
+    if not rates:
         return []
     each = duration(forecast.load.host_seconds)
-    text = f"host's work of {each} a step, assumed: beside the device above; after each step {', '.join(found)}"
+    text = f"host's work of {each} a step, assumed: beside the device above; after each step {', '.join(rates)}"
     return [Text(line) for line in textwrap.wrap(text, WIDTH)]
 
 
@@ -104,12 +104,12 @@ def _best(forecast: ServingForecast) -> Text:
             style="bold yellow",
         )
     usd = best.usd_per_million_tokens
-    told = f"{best.output_tokens_per_second:,.0f} tokens/s"
+    rate = f"{best.output_tokens_per_second:,.0f} tokens/s"
     cost = "" if usd is None else f", ${usd:.3g} a million tokens"
     word = "most tokens" if usd is None else "cheapest"
     room = ", all that fit" if best.concurrency == forecast.concurrency else ""
     return Text(
-        f"{word}{within}: {best.concurrency:,} at once{room}: {told}{cost}", style="bold green"
+        f"{word}{within}: {best.concurrency:,} at once{room}: {rate}{cost}", style="bold green"
     )
 
 

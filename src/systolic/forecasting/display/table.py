@@ -62,25 +62,25 @@ def lines(table: ForecastTable, width: int, notes: Sequence[str] = ()) -> list[T
 def _cells(row: ForecastRow) -> dict[str, str]:
     settings = {name: str(value) for name, value in row.settings.items()}
     first = {"slice": row.on.name, "chips": f"{row.on.num_chips:,}", **settings}
-    made = row.forecast
-    if made is None:
+    forecast = row.forecast
+    if forecast is None:
         return first
-    need = readings.needed(made)
-    speed = dict(readings.speed(made))
-    unit, scale = readings.SCALES.get(made.unit, ("million calls", 1e6))
+    need = readings.needed(forecast)
+    speed = dict(readings.speed(forecast))
+    unit, scale = readings.SCALES.get(forecast.unit, ("million calls", 1e6))
     usd = None if row.usd_per_unit is None else row.usd_per_unit * scale
-    found = {
-        "memory": _share(need, made.capacity_bytes),
+    cells = {
+        "memory": _share(need, forecast.capacity_bytes),
         "step": speed.get("step", ""),
-        "range": readings.interval(made),
+        "range": readings.interval(forecast),
         "MFU": speed.get("MFU", ""),
-        f"{made.unit}/s": si(made.units_per_second or 0.0) if made.step_seconds else "",
-        "$/h": "" if made.bill.usd_per_hour is None else f"{made.bill.usd_per_hour:,.2f}",
+        f"{forecast.unit}/s": si(forecast.units_per_second or 0.0) if forecast.step_seconds else "",
+        "$/h": "" if forecast.bill.usd_per_hour is None else f"{forecast.bill.usd_per_hour:,.2f}",
         f"$/{unit.split()[0]}": "" if usd is None else readings.figure(usd),
-        "waiting": duration(made.exposed_collective_seconds) if made.step_seconds else "",
+        "waiting": duration(forecast.exposed_collective_seconds) if forecast.step_seconds else "",
         "bound by": speed.get("bound by", ""),
     }
-    return first | found
+    return first | cells
 
 
 def _share(need: int, have: int) -> str:
@@ -103,10 +103,15 @@ def _reason(row: ForecastRow) -> str:
 
 def _foot(rows: Sequence[ForecastRow], waiting: bool) -> str:
     """Origins of the times, and what a column's name leaves open."""
-    made = [row.forecast for row in rows if row.forecast is not None]
-    origins = sorted({readings.time_origin(one) for one in made if one.step_seconds})
+    forecasts = [row.forecast for row in rows if row.forecast is not None]
+    origins = sorted(
+        {readings.time_origin(forecast) for forecast in forecasts if forecast.step_seconds}
+    )
     parts = [f"times {' and '.join(origins)}"] if origins else []
-    parts += {f"$ per {readings.SCALES.get(one.unit, ('million calls', 1e6))[0]}" for one in made}
+    parts += {
+        f"$ per {readings.SCALES.get(forecast.unit, ('million calls', 1e6))[0]}"
+        for forecast in forecasts
+    }
     if waiting:
         parts.append("waiting: time that a step only waits for other chips")
     return "; ".join(parts)

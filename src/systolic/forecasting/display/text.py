@@ -83,18 +83,21 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
     colour = TONE_COLOURS[verdict.tone]
     head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
-    told = Text(verdict.sentence, style="bold")
-    heads = [head.append("  ").append(told)]
+    sentence = Text(verdict.sentence, style="bold")
+    heads = [head.append("  ").append(sentence)]
     if len(heads[0]) > width:
         lines_ = textwrap.wrap(verdict.sentence, width)
-        heads = [head[: len(head) - len(told) - 2], *(Text(line, style="bold") for line in lines_)]
+        heads = [
+            head[: len(head) - len(sentence) - 2],
+            *(Text(line, style="bold") for line in lines_),
+        ]
     speed = dict(readings.speed(forecast))
     if not speed:
         axes = readings.axes_text(forecast)
         return [*heads, *([Text(f"layout {axes}", style="dim")] if axes else [])]
     step = Text(f"{speed['step']} a step", style=f"bold {colour}")
-    if found := readings.interval(forecast):
-        step.append(f" ({found})", "not bold")
+    if interval := readings.interval(forecast):
+        step.append(f" ({interval})", "not bold")
     bound, origin = readings.words(forecast)[speed["bound by"]], readings.time_origin(forecast)
     if len(step) + len(f", bound by {bound}  [{origin}]") <= width:
         step.append(f", bound by {bound}", "not bold")
@@ -167,15 +170,15 @@ def _legend(
     share: bool = False,
 ) -> list[Text]:
     """Explains the segments, on as few lines as possible."""
-    found = [Text(" " * INDENT)]
+    rows = [Text(" " * INDENT)]
     for part in parts:
         text = figures.percent(part.share) if share else part.text
         size = len(part.name) + len(text) + 3
-        if len(found[-1]) + size > width:
-            found.append(Text(" " * INDENT))
+        if len(rows[-1]) + size > width:
+            rows.append(Text(" " * INDENT))
         fill, colour = styles[part.key]
-        found[-1].append(fill, colour).append(f" {part.name} ").append(text, "bold").append("  ")
-    return found
+        rows[-1].append(fill, colour).append(f" {part.name} ").append(text, "bold").append("  ")
+    return rows
 
 
 def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
@@ -219,10 +222,10 @@ def _refused(forecast: Forecast, width: int) -> list[Text]:
 
 
 def _bill(forecast: Forecast) -> list[Text]:
-    found = [("cost", readings.money(forecast)), ("energy", readings.energy(forecast))]
-    found.append(("compiler", readings.compiler_text(forecast)))
-    found.append(("flags", readings.flags_text(forecast)))
-    return [_row(name, text) for name, text in found if text]
+    rows = [("cost", readings.money(forecast)), ("energy", readings.energy(forecast))]
+    rows.append(("compiler", readings.compiler_text(forecast)))
+    rows.append(("flags", readings.flags_text(forecast)))
+    return [_row(name, text) for name, text in rows if text]
 
 
 def _wrapped(note: str, width: int) -> list[str]:
@@ -232,23 +235,23 @@ def _wrapped(note: str, width: int) -> list[str]:
 def _notes(notes: Sequence[str], room: int, width: int) -> list[Text]:
     """Complete notes, as many as fit; the last line counts the others."""
     wrapped = [_wrapped(note, width) for note in notes]
-    found: list[Text] = []
+    rows: list[Text] = []
     shown = 0
     for lines_ in wrapped:
         rest = len(wrapped) - shown - 1
-        if len(found) + len(lines_) + (1 if rest else 0) > room:
+        if len(rows) + len(lines_) + (1 if rest else 0) > room:
             break
-        found += [Text(f"{'':<{INDENT}}{line}") for line in lines_]
+        rows += [Text(f"{'':<{INDENT}}{line}") for line in lines_]
         shown += 1
-    if shown < len(wrapped) and len(found) < room:
+    if shown < len(wrapped) and len(rows) < room:
         noun = "more note" if shown else "note"
         more = f"{figures.plural(len(wrapped) - shown, noun)}, with --json or --html"
-        found.append(Text(f"{'':<{INDENT}}{more}"))
-    if found:
-        found[0] = _row("notes", found[0].plain[INDENT:])
-    for line in found:
+        rows.append(Text(f"{'':<{INDENT}}{more}"))
+    if rows:
+        rows[0] = _row("notes", rows[0].plain[INDENT:])
+    for line in rows:
         line.stylize("dim", INDENT)
-    return found
+    return rows
 
 
 def _row(name: str, text: str) -> Text:

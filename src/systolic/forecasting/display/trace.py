@@ -85,16 +85,16 @@ def unroll(timeline: Timeline, cap: int) -> Unrolled:
 
 def tracks(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
     """Events by lane; transfers of one lane that overlap (on several axes) are on tracks of their own."""
-    found: dict[str, list[list[LaneEvent]]] = {lane: [] for lane in LANES}
+    by_lane: dict[str, list[list[LaneEvent]]] = {lane: [] for lane in LANES}
     for event in events:
-        rows = found.setdefault(event.span.lane, [])
+        rows = by_lane.setdefault(event.span.lane, [])
         free = (row for row in rows if row[-1].start + row[-1].seconds <= event.start + TINY)
         row = rows[0] if rows and event.span.lane == "core" else next(free, None)
         if row is None:
             rows.append([event])
         else:
             row.append(event)
-    return [(lane, row) for lane, rows in found.items() for row in rows]
+    return [(lane, row) for lane, rows in by_lane.items() for row in rows]
 
 
 def busy(span: Span) -> Resource:
@@ -212,5 +212,5 @@ def _name(event: LaneEvent) -> str:
     """Name of an event: waits by what they wait for, ops by their place."""
     span = event.span
     place = place_of(span)
-    told = span.opcode if span.opcode.startswith("wait ") else span.name
-    return told if ".py:" in place or place.startswith("unnamed") else f"{place} {told}"
+    op = span.opcode if span.opcode.startswith("wait ") else span.name
+    return op if ".py:" in place or place.startswith("unnamed") else f"{place} {op}"

@@ -190,8 +190,8 @@ def _peaks(forecast: Forecast) -> Iterable[bytes]:
             yield message(6, integer(1, _STAT[name]), double(2, peak / unit))
 
 
-def _every(made: Callable[[int], Iterable[bytes]]) -> list[bytes]:
-    return [event for n in range(STEPS) for event in made(n)]
+def _every(events_of: Callable[[int], Iterable[bytes]]) -> list[bytes]:
+    return [event for n in range(STEPS) for event in events_of(n)]
 
 
 def _line(number: int, name: str, events: Sequence[bytes]) -> bytes:
@@ -249,8 +249,8 @@ def _metadata(number: int, span: Span) -> bytes:
     if span.source:
         stats.append(_text("source", span.source))
     name = f"{span.name}-done" if span.opcode.startswith("wait ") else span.name
-    told = f"%{name} = {span.opcode.removeprefix('wait ')}()"
-    return b"".join([integer(1, number), text(2, told), text(4, name), *stats])
+    hlo = f"%{name} = {span.opcode.removeprefix('wait ')}()"
+    return b"".join([integer(1, number), text(2, hlo), text(4, name), *stats])
 
 
 def _traffic(size: int) -> bytes:
@@ -310,12 +310,12 @@ VARINT, FIXED64, BYTES = 0, 1, 2
 def varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first; negative numbers as 64-bit two's complement."""
     value &= (1 << 64) - 1
-    made = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        made.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    made.append(value)
-    return bytes(made)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def integer(field: int, value: int) -> bytes:

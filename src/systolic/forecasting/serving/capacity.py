@@ -18,8 +18,8 @@ from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
-from systolic.forecasting.calibrations import calibration_for, told, told_of_steps
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.calibrations import calibration_for, told_of_step, told_of_steps
+from systolic.forecasting.forecast import bill_of
 from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
@@ -170,8 +170,8 @@ def check_context(job: Job, load: Load, target: str = "") -> None:
     longest = longest_text(job)
     if longest is None and is_model(target):
         longest = longest_by_files(model, outlined(Path(target)).positions)
-    told = f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are a context of"
-    check_length(model, longest, load.tokens, told, "two that make")
+    options = f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are a context of"
+    check_length(model, longest, load.tokens, options, "two that make")
 
 
 def _server(
@@ -216,7 +216,7 @@ class _Server:
     limits: LatencyLimits = field(default_factory=LatencyLimits)
     given: Given = NOTHING
     """Corrections of the steps' times."""
-    made: dict[Key, Forecast] = field(default_factory=dict)
+    forecasts: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
     excess_bytes: int = 0
     """Bytes that the last step which did not fit needs more than a device has."""
@@ -242,7 +242,7 @@ class _Server:
         for count in held(rows, most):
             self.step(count, 1)
         self.narrow()
-        memory, device = self.memory(), self.times(lambda made: made.step_seconds)
+        memory, device = self.memory(), self.times(lambda forecast: forecast.step_seconds)
         assert device is not None
         # Steps of more texts than were compiled take more temporaries.
         held_most = memory.concurrency(self.load.tokens) // self.steps.replicas
@@ -262,17 +262,17 @@ class _Server:
             most = self.find_room(most // ways) * ways
         else:
             most = rough
-        asked = sorted(set(wanted)) if wanted else ladder(most)
-        for count in held(asked, most):
+        counts = sorted(set(wanted)) if wanted else ladder(most)
+        for count in held(counts, most):
             self.step(-(-count // ways), 1)
         self.narrow()
         # The steps of many texts have temporaries of their own, which take room from pages.
         memory = self.memory()
         most = memory.concurrency(self.load.tokens)
-        refused = [count for count in asked if count > most] if wanted else []
-        points = [self.point(count) for count in held(asked, most)]
+        refused = [count for count in counts if count > most] if wanted else []
+        points = [self.point(count) for count in held(counts, most)]
         if self.limits.given and (within := self.most_within(most, points)) is not None:
-            each = {one.concurrency: one for one in (*points, within)}
+            each = {point.concurrency: point for point in (*points, within)}
             points = [each[count] for count in sorted(each)]
         return self.answer(memory, points, refused)
 
@@ -295,7 +295,7 @@ class _Server:
             if rows < 2:
                 return max(rows, 1)
             self.step(rows, 1)
-            if (rows, 1) in self.made:
+            if (rows, 1) in self.forecasts:
                 return self.grown(rows)
             each = self.memory().pages_of(self.load.tokens) * self.memory().page_bytes
             rows -= 1 + -(-self.excess_bytes // (each + self.steps.least_temporary_bytes(1)))
@@ -305,35 +305,35 @@ class _Server:
         """Compiles a step of more texts where one that fits leaves room, by its temporaries of a text; returns what fits."""
         memory, key = self.memory(), (rows, 1)
         each = memory.pages_of(self.load.tokens) * memory.page_bytes
-        each += self.steps.temporary_bytes(key, self.made[key]) / rows
+        each += self.steps.temporary_bytes(key, self.forecasts[key]) / rows
         free = memory.capacity_bytes - memory.weights_bytes - PADDING_PAGES * memory.page_bytes
         more = int(free / each)
         if more < SPARE * rows or (self.beyond is not None and more >= self.beyond):
             return rows
         self.step(more, 1)
-        return more if (more, 1) in self.made else rows
+        return more if (more, 1) in self.forecasts else rows
 
     def most_within(self, most: int, points: Sequence[ServingPoint]) -> ServingPoint | None:
         """The most requests at once whose latency keeps the limits; None where none do, or where more are limited by room alone."""
         if not points or not self.limits.kept(first := self.point(1)):
             return None
-        low, high, found = 1, most + 1, first
+        low, high, best = 1, most + 1, first
         while high - low > 1:
             middle = (low + high) // 2
             point = self.point(middle)
             if self.limits.kept(point):
-                low, found = middle, point
+                low, best = middle, point
             else:
                 high = middle
-        return found
+        return best
 
     def step(self, rows: int, tokens: int) -> None:
         """Forecasts a step of so many texts a replica."""
-        if (rows, tokens) in self.made or self.refusal is not None:
+        if (rows, tokens) in self.forecasts or self.refusal is not None:
             return
         many = rows * self.steps.replicas
         what = plural(many, "row") if tokens == 1 else f"{tokens} tokens of a prompt"
-        made = forecast_program(
+        forecast = forecast_program(
             self.steps.program((rows, tokens)),
             self.job.name,
             self.on,
@@ -341,27 +341,31 @@ class _Server:
             say=lambda stage: self.watch(f"{what}: {stage}"),
             given=self.given,
         )
-        if made.fits and made.step_seconds is not None and self.chooses((rows, tokens), made):
-            self.made[rows, tokens] = made
+        if (
+            forecast.fits
+            and forecast.step_seconds is not None
+            and self.chooses((rows, tokens), forecast)
+        ):
+            self.forecasts[rows, tokens] = forecast
         elif rows == 1:
-            self.refusal = made
+            self.refusal = forecast
         else:
             self.beyond = min(rows, self.beyond or rows)
-            if not made.fits:
-                need = int((made.rejected or {}).get("need_bytes", 0))
-                self.excess_bytes = max(need - made.capacity_bytes, 0)
+            if not forecast.fits:
+                need = int((forecast.rejected or {}).get("need_bytes", 0))
+                self.excess_bytes = max(need - forecast.capacity_bytes, 0)
 
-    def chooses(self, key: Key, made: Forecast) -> bool:
+    def chooses(self, key: Key, forecast: Forecast) -> bool:
         """Whether what a step leaves on the device has room beside the weights, the choice of its tokens included."""
         if key[0] == 1:
             return True
-        beside = self.steps.temporary_bytes(key, made) + self.steps.page_bytes(made)
-        self.excess_bytes = self.steps.weights_bytes(made) + beside - made.capacity_bytes
+        beside = self.steps.temporary_bytes(key, forecast) + self.steps.page_bytes(forecast)
+        self.excess_bytes = self.steps.weights_bytes(forecast) + beside - forecast.capacity_bytes
         return self.excess_bytes <= 0
 
     def fitting(self) -> int:
         """Most texts of a replica whose step was compiled and fits."""
-        return max(rows for rows, tokens in self.made if tokens == 1)
+        return max(rows for rows, tokens in self.forecasts if tokens == 1)
 
     def narrow(self) -> None:
         """Compiles steps between the largest that fits and the least that does not, until these are near."""
@@ -370,13 +374,15 @@ class _Server:
 
     def memory(self) -> ServingMemory:
         """The table, of the programs that were compiled."""
-        decode = self.made[1, 1]
+        decode = self.forecasts[1, 1]
         page = self.steps.page_bytes(decode)
         if not page:
             raise OptionError(
                 f"{self.job.name} keeps no keys and values between tokens; forecast its eval step instead"
             )
-        needs = (self.steps.temporary_bytes(key, made) for key, made in self.made.items())
+        needs = (
+            self.steps.temporary_bytes(key, forecast) for key, forecast in self.forecasts.items()
+        )
         return ServingMemory(
             capacity_bytes=decode.capacity_bytes,
             weights_bytes=self.steps.weights_bytes(decode),
@@ -390,7 +396,10 @@ class _Server:
 
     def point(self, count: int) -> ServingPoint:
         busy = min(count, self.steps.replicas)
-        device, least = self.times(lambda made: made.step_seconds), self.times(floor_seconds)
+        device, least = (
+            self.times(lambda forecast: forecast.step_seconds),
+            self.times(floor_seconds),
+        )
         assert device is not None
         real = replace(device, host=self.load.host_seconds)
         requests = count / busy
@@ -408,31 +417,35 @@ class _Server:
 
     def times(self, seconds: Callable[[Forecast], float | None]) -> StepTimes | None:
         """Seconds of a replica's steps by a rule; None where it knows none."""
-        found = {key: known for key, made in self.made.items() if (known := seconds(made))}
-        if len(found) < len(self.made):
+        by_key = {
+            key: known for key, forecast in self.forecasts.items() if (known := seconds(forecast))
+        }
+        if len(by_key) < len(self.forecasts):
             return None
         return StepTimes(
-            decode={rows: found[rows, tokens] for rows, tokens in self.made if tokens == 1},
-            chunk=self.steps.chunk_seconds(found),
+            decode={rows: by_key[rows, tokens] for rows, tokens in self.forecasts if tokens == 1},
+            chunk=self.steps.chunk_seconds(by_key),
         )
 
     def answer(
         self, memory: ServingMemory, points: Sequence[ServingPoint], refused: Sequence[int]
     ) -> ServingForecast:
-        steps = [self.described(key) for key in sorted(self.made, key=lambda key: (key[1], key[0]))]
-        first = next(iter(self.made.values()))
+        steps = [
+            self.described(key) for key in sorted(self.forecasts, key=lambda key: (key[1], key[0]))
+        ]
+        first = next(iter(self.forecasts.values()))
         notes = self.steps.notes()
         if self.beyond is not None:
             many, most = self.beyond * self.steps.replicas, self.fitting() * self.steps.replicas
             notes.append(
                 f"a step of {many:,} texts needs more memory than a device has, with their logits and activations alone; {most:,} fit"
             )
-        timelines = [made.timeline for made in self.made.values() if made.timeline]
+        timelines = [forecast.timeline for forecast in self.forecasts.values() if forecast.timeline]
         notes += [f"{text}; the floors are not" for text in told_of_steps(timelines)]
-        for made in self.made.values():
-            known = made.timeline is not None and made.low is not None
-            own = told(made.timeline, made.low, made.high) if known else []
-            said = (*made.cautions, *made.warnings, *made.notes)
+        for forecast in self.forecasts.values():
+            known = forecast.timeline is not None and forecast.low is not None
+            own = told_of_step(forecast.timeline, forecast.low, forecast.high) if known else []
+            said = (*forecast.cautions, *forecast.warnings, *forecast.notes)
             notes += [note for note in said if note not in notes and note not in own]
         return ServingForecast(
             name=self.job.name,
@@ -459,29 +472,29 @@ class _Server:
 
     def described(self, key: tuple[int, int]) -> StepForecast:
         rows, tokens = key
-        made = self.made[key]
+        forecast = self.forecasts[key]
         return StepForecast(
             rows=rows * self.steps.replicas,
             tokens=tokens,
             context=self.steps.context(tokens),
-            seconds=made.step_seconds or 0.0,
-            floor_seconds=floor_seconds(made),
+            seconds=forecast.step_seconds or 0.0,
+            floor_seconds=floor_seconds(forecast),
         )
 
     def rejected(self) -> ServingForecast:
         """Without a point: what one text needs does not fit."""
         if self.refusal is None:
             return self.answer(self.memory(), (), ())
-        made = self.refusal
-        if made.fits:
+        forecast = self.refusal
+        if forecast.fits:
             raise OptionError(
                 f"{self.on.name} has no rates in the catalogue, so that no step has a time; forecast for another slice"
             )
-        kinds: Mapping[str, int] = made.memory.by_kind if made.memory else {}
-        need = int((made.rejected or {}).get("need_bytes", 0))
+        kinds: Mapping[str, int] = forecast.memory.by_kind if forecast.memory else {}
+        need = int((forecast.rejected or {}).get("need_bytes", 0))
         weights = min(kinds.get("parameters", 0), need)
         memory = ServingMemory(
-            capacity_bytes=made.capacity_bytes,
+            capacity_bytes=forecast.capacity_bytes,
             weights_bytes=weights,
             temporary_bytes=need - weights,
             page_bytes=1,
@@ -500,7 +513,7 @@ class _Server:
             memory=memory,
             bill=bill_of(self.on),
             notes=[
-                f"a step needs {gibibytes(need)} of {gibibytes(made.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice",
+                f"a step needs {gibibytes(need)} of {gibibytes(forecast.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice",
             ],
         )
 
@@ -512,17 +525,17 @@ def held(counts: Sequence[int], most: int) -> list[int]:
 
 def ladder(most: int) -> list[int]:
     """Concurrencies to forecast where so many requests fit: 1, 4, 16 …, and ``most``."""
-    found = [FACTOR**power for power in range(max(most, 1).bit_length()) if FACTOR**power < most]
-    return [*found, most] if most else []
+    counts = [FACTOR**power for power in range(max(most, 1).bit_length()) if FACTOR**power < most]
+    return [*counts, most] if most else []
 
 
-def floor_seconds(made: Forecast) -> float | None:
+def floor_seconds(forecast: Forecast) -> float | None:
     """Seconds that a serving step's bytes and FLOPs take at the chip's peak rates: the bandwidth floor; None without rates.
 
     Bytes of a decode step are those of the weights it reads and of the keys and values of its rows; a prompt
     has no keys and values to read.
     """
-    known, chip = facts(made), made.on.chip
+    known, chip = facts(forecast), forecast.on.chip
     if chip.hbm_bytes_per_second is None:
         return None
     rate = chip.hbm_bytes_per_second / (chip.devices_per_chip or 1)
@@ -531,7 +544,7 @@ def floor_seconds(made: Forecast) -> float | None:
     peak = chip.peak_bf16_flops_per_second or math.inf
     if known.get("int8_products"):
         peak = max(peak, chip.peak_int8_ops_per_second or peak)
-    computing = (made.model_flops or 0.0) / (peak * made.on.num_chips)
+    computing = (forecast.model_flops or 0.0) / (peak * forecast.on.num_chips)
     return max(moving, computing)
 
 
@@ -579,14 +592,16 @@ def forecast_static(
     model = job.model
     if not isinstance(model, Decoder):
         raise OptionError(f"{job.name} is no decoder; forecast it with systolic forecast --serve")
-    asked = ServingProgram(
+    program = ServingProgram(
         job=job,
         rows=sizes[0],
         tokens=1,
         context=sizes[1],
         served=replace(served, layers=LayerArrays.apart),
     )
-    few, more = (_few_layers(asked, model, layers, on, compiler, watch) for layers in depths(model))
+    few, more = (
+        _few_layers(program, model, layers, on, compiler, watch) for layers in depths(model)
+    )
     low, high = depths(model)
 
     def whole(value: Callable[[Forecast], float]) -> float:
@@ -595,16 +610,18 @@ def forecast_static(
 
     return StaticBatch(
         # A few layers may find all of their weights fetched beside the ends of the program; all layers do not.
-        seconds=max(whole(lambda one: one.step_seconds or 0.0), whole(_memory_seconds)),
-        floor_seconds=whole(lambda one: floor_seconds(one) or math.nan),
-        hbm_bytes=whole(lambda one: one.memory.peak_bytes if one.memory else math.nan),
+        seconds=max(whole(lambda forecast: forecast.step_seconds or 0.0), whole(_memory_seconds)),
+        floor_seconds=whole(lambda forecast: floor_seconds(forecast) or math.nan),
+        hbm_bytes=whole(
+            lambda forecast: forecast.memory.peak_bytes if forecast.memory else math.nan
+        ),
         capacity_bytes=few.capacity_bytes,
         compiled=(few, more),
     )
 
 
 def _few_layers(
-    asked: ServingProgram,
+    program: ServingProgram,
     model: Decoder,
     layers: int,
     on: Slice,
@@ -612,25 +629,25 @@ def _few_layers(
     watch: Callable[[str], None],
 ) -> Forecast:
     """The program with so many layers."""
-    job = asked.job
-    made = forecast_program(
-        replace(asked, job=replace(job, model=replace(model, layers=layers))),
+    job = program.job
+    forecast = forecast_program(
+        replace(program, job=replace(job, model=replace(model, layers=layers))),
         job.name,
         on,
         compiler=compiler,
         say=lambda stage: watch(f"{layers} layers: {stage}"),
     )
-    if not made.fits or made.step_seconds is None:
-        need = (made.rejected or {}).get("need_bytes")
+    if not forecast.fits or forecast.step_seconds is None:
+        need = (forecast.rejected or {}).get("need_bytes")
         raise OptionError(
             f"{layers} layers of {model.layers} need {need} bytes, more than a device of {on.name} has; take a larger slice"
         )
-    return made
+    return forecast
 
 
-def _memory_seconds(made: Forecast) -> float:
-    rates = rates_of(made.on)
-    return 0.0 if made.timeline is None else memory_seconds(made.timeline, rates)
+def _memory_seconds(forecast: Forecast) -> float:
+    rates = rates_of(forecast.on)
+    return 0.0 if forecast.timeline is None else memory_seconds(forecast.timeline, rates)
 
 
 def depths(model: Decoder) -> tuple[int, int]:

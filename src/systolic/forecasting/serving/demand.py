@@ -122,10 +122,10 @@ def engine_state(load: Load, times: StepTimes, rate: float) -> EngineState | Non
         return None
     token, share = 0.0, 0.0
     if following:
-        found = _token_seconds(load, times, rate)
-        if found is None:
+        settled = _token_seconds(load, times, rate)
+        if settled is None:
             return None
-        token, share = found
+        token, share = settled
     # Rows in the mean step that reads a chunk: by chance some have none, but texts begin at least a prompt's chunks apart.
     beside = following * share / chunks
     some = max(-math.expm1(-beside), beside / math.ceil(following / chunks)) if following else 0.0
@@ -161,12 +161,12 @@ def _token_seconds(load: Load, times: StepTimes, rate: float) -> tuple[float, fl
     for _ in range(TURNS):
         decode = times.decode_seconds(max(1.0, rate * following * token))
         share = min(busy, chunks_per_second * decode / (1 - busy), 1.0)
-        made = decode + share * times.chunk
-        if made > LONGEST:
+        updated = decode + share * times.chunk
+        if updated > LONGEST:
             return None
-        if made - token < 1e-9 * token:
-            return made, share
-        token = made
+        if updated - token < 1e-9 * token:
+            return updated, share
+        token = updated
     return None
 
 
@@ -204,7 +204,7 @@ def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | 
     following = load.output_tokens - 1
     token = max(_upper([statistics.fmean(b.tokens) for b in batches]), mean.token_seconds)
     first = max(_upper([statistics.fmean(b.firsts) for b in batches]), mean.first_token_seconds)
-    firsts = sorted(one for b in batches for one in b.firsts)
+    firsts = sorted(seconds for b in batches for seconds in b.firsts)
     late = firsts[int((1 - LATE) * len(firsts))]
     late += _error([sorted(b.firsts)[int((1 - LATE) * len(b.firsts))] for b in batches])
     held: dict[int, float] = {}
@@ -264,9 +264,9 @@ def _exceeded(held: dict[int, float]) -> int:
 def _gaps(number: int) -> tuple[float, ...]:
     """Exponential gaps between requests, whose mean is 1."""
     draw = random.Random(0)
-    found = [draw.expovariate(1) for _ in range(number)]
-    mean = statistics.fmean(found)
-    return tuple(gap / mean for gap in found)
+    gaps = [draw.expovariate(1) for _ in range(number)]
+    mean = statistics.fmean(gaps)
+    return tuple(gap / mean for gap in gaps)
 
 
 def _simulated(load: Load, times: StepTimes, rate: float, number: int) -> list[_EventBatch]:
@@ -350,15 +350,15 @@ def most_rate(
 def _largest(
     taken: Callable[[float], EngineState | None], most: float, halvings: int
 ) -> tuple[float, EngineState] | tuple[float, None]:
-    low, high, found = 0.0, most, None
+    low, high, largest = 0.0, most, None
     for _ in range(halvings):
         middle = (low + high) / 2
         state = taken(middle)
         if state is None:
             high = middle
         else:
-            low, found = middle, state
-    return (low, found) if found is not None else (0.0, None)
+            low, largest = middle, state
+    return (low, largest) if largest is not None else (0.0, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -441,12 +441,12 @@ def fleet(
     if at_most is None:
         return None
     fewest = math.ceil(demand.requests_per_second / (rate * engines) * (1 - 1e-9))
-    made = engine_state if floor else simulated_state
+    state_at = engine_state if floor else simulated_state
     # A simulated engine may keep a rate and, by its errors, just miss the limits at a slightly lower one.
     replicas, state = fewest, None
     while state is None or not state.kept(demand.limits) or state.most_requests > room:
         each = demand.requests_per_second / (replicas * engines)
-        state = at_most if each >= rate else made(demand.load, times, each)
+        state = at_most if each >= rate else state_at(demand.load, times, each)
         replicas += 1
     replicas -= 1
     return Fleet(

@@ -17,7 +17,7 @@ from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.core.units import duration
-from systolic.forecasting.cost import Bill
+from systolic.forecasting.forecast import Bill
 from systolic.job.serving_memory import ServingMemory
 from systolic.sim.calibration import Calibration, factors_json
 
@@ -326,8 +326,8 @@ class LatencyLimits:
 
     def __str__(self) -> str:
         parts = (("first token", self.first_token_seconds), ("per token", self.token_seconds))
-        told = [f"{name} {duration(limit)}" for name, limit in parts if limit is not None]
-        return " and ".join(told)
+        limits = [f"{name} {duration(limit)}" for name, limit in parts if limit is not None]
+        return " and ".join(limits)
 
 
 def latency(text: str | float | None, option: str) -> float | None:
@@ -338,9 +338,9 @@ def latency(text: str | float | None, option: str) -> float | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|us|m|)", str(text).strip().lower())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not found or seconds <= 0 or (not found[2] and isinstance(text, str)):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|us|m|)", str(text).strip().lower())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not match or seconds <= 0 or (not match[2] and isinstance(text, str)):
         raise OptionError(f"{option} is {text!r}; write a time such as 50ms, 1s or 1.5s")
     return seconds
 
@@ -391,7 +391,7 @@ class ServingForecast:
         """The cheapest point whose latency keeps the limits, which is that of most tokens a second; of equals the one of fewest requests. None where none keeps them."""
         within = [point for point in self.points if self.limits.kept(point)]
         most = max((point.tokens_per_second for point in within), default=0.0)
-        return next((one for one in within if one.tokens_per_second >= EQUAL * most), None)
+        return next((point for point in within if point.tokens_per_second >= EQUAL * most), None)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with their units in the names."""
@@ -408,8 +408,8 @@ class ServingForecast:
             "memory": self.memory.to_json(),
             "concurrency": self.concurrency,
             "refused": list(self.refused),
-            "steps": [one.to_json() for one in self.steps],
-            "points": [one.to_json() for one in self.points],
+            "steps": [step.to_json() for step in self.steps],
+            "points": [point.to_json() for point in self.points],
             "limits": asdict(self.limits),
             "best": None if self.best is None else self.best.concurrency,
             "usd_per_hour": self.bill.usd_per_hour,

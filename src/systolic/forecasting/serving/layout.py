@@ -69,10 +69,10 @@ def layout_of_requests(
     """
     rows = ROWS
     while True:
-        found = engine_layout(job, on, load, rows, cache)
-        each = -(-requests // found.layout.data)
+        engines = engine_layout(job, on, load, rows, cache)
+        each = -(-requests // engines.layout.data)
         if each <= rows:
-            return found
+            return engines
         rows = each
 
 

@@ -87,7 +87,7 @@ class ServerSteps(Protocol):
         """Bytes of a page on one device; 0 for a model without a cache."""
         ...
 
-    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+    def temporary_bytes(self, key: Key, forecast: Forecast) -> int:
         """Bytes of a program beside weights and pages."""
         ...
 
@@ -95,7 +95,7 @@ class ServerSteps(Protocol):
         """Bytes that a step of so many texts of a replica needs beside weights and pages, whatever its program is."""
         ...
 
-    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+    def chunk_seconds(self, seconds: Mapping[Key, float]) -> float:
         """Seconds that a chunk of a prompt adds to a step."""
         ...
 
@@ -233,14 +233,14 @@ class EngineSteps:
         """See :class:`ServerSteps`."""
         return facts(decode)["page_bytes"]
 
-    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+    def temporary_bytes(self, key: Key, forecast: Forecast) -> int:
         """Bytes as the server counts them: of the step or of the choice by all settings, and the logits that it begins with."""
-        assert made.memory is not None
-        asked, known = self.program(key), facts(made)
-        kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
-        logits = (asked.rows or 1) * _vocab(self.job) * LOGIT_BYTES
-        chosen = self.least_temporary_bytes(asked.rows or 1)
-        return max(made.memory.peak_bytes - int(kept) + logits, chosen)
+        assert forecast.memory is not None
+        program, known = self.program(key), facts(forecast)
+        kept = known["stored_bytes"] + program.num_pages * known["page_bytes"]
+        logits = (program.rows or 1) * _vocab(self.job) * LOGIT_BYTES
+        chosen = self.least_temporary_bytes(program.rows or 1)
+        return max(forecast.memory.peak_bytes - int(kept) + logits, chosen)
 
     def least_temporary_bytes(self, rows: int) -> int:
         """Logits, and the arrays of the choice by all settings."""
@@ -250,9 +250,9 @@ class EngineSteps:
         logits = rows * _vocab(self.job) * LOGIT_BYTES
         return int(choice * logits) + logits
 
-    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+    def chunk_seconds(self, seconds: Mapping[Key, float]) -> float:
         """Seconds of the step that reads a chunk and no more."""
-        return found[1, self.prompts[0]]
+        return seconds[1, self.prompts[0]]
 
     def notes(self) -> list[str]:
         """See :class:`ServerSteps`."""
@@ -314,32 +314,32 @@ class BatchSteps:
         positions = facts(decode)["batch_size"] // self.replicas * self.context(1)
         return decode.memory.by_kind.get("cache", 0) // positions * self.page_size
 
-    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+    def temporary_bytes(self, key: Key, forecast: Forecast) -> int:
         """See :class:`ServerSteps`."""
-        assert made.memory is not None
-        kinds = made.memory.by_kind
+        assert forecast.memory is not None
+        kinds = forecast.memory.by_kind
         kept = kinds.get("cache", 0) if key[1] == 1 else 0
-        return made.memory.peak_bytes - kinds.get("parameters", 0) - kept
+        return forecast.memory.peak_bytes - kinds.get("parameters", 0) - kept
 
     def least_temporary_bytes(self, rows: int) -> int:
         """None is known before the compile."""
         del rows
         return 0
 
-    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+    def chunk_seconds(self, seconds: Mapping[Key, float]) -> float:
         """Its share of the whole prompt, and no less than its own program takes."""
         chunk, whole = self.prompts[0], self.prompts[-1]
-        return max(found[1, chunk], found[1, whole] * chunk / whole)
+        return max(seconds[1, chunk], seconds[1, whole] * chunk / whole)
 
     def notes(self) -> list[str]:
         """See :class:`ServerSteps`."""
         return [CACHE, *([WHOLE] if self.load.chunks > 1 else [])]
 
 
-def facts(made: Forecast) -> Mapping[str, Any]:
+def facts(forecast: Forecast) -> Mapping[str, Any]:
     """Facts of a program before its compile."""
-    assert made.answer is not None
-    return made.answer.report["program"]
+    assert forecast.answer is not None
+    return forecast.answer.report["program"]
 
 
 def _padded(tokens: int, page_size: int) -> int:

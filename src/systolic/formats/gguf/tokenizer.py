@@ -131,7 +131,7 @@ def build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
         )
     if not tokens:
         raise DataError(f"{path} has no {KEY}tokens; convert the model again")
-    if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
+    if not isinstance(tokens, list) or not all(isinstance(text, str) for text in tokens):
         raise DataError(f"{path} has {KEY}tokens that are no texts; convert the model again")
     tokenizer = makers[kind](path, fields, {token: i for i, token in enumerate(tokens)})
     types = fields.get(f"{KEY}token_type") or [1] * len(tokens)
@@ -242,7 +242,7 @@ def _config(fields: Fields) -> dict[str, Any]:
     }
     known = [{"name": k, "template": v} for k, v in named.items() if isinstance(v, str)]
     if known:
-        alone = [one["template"] for one in known if one["name"] == "default"]
+        alone = [template["template"] for template in known if template["name"] == "default"]
         config["chat_template"] = alone[0] if len(known) == len(alone) else known
     return config
 
@@ -356,25 +356,25 @@ def _ids(
     def own(name: str) -> int | None:
         text = token_text(said.get(f"{name}_token"))
         number = None if text is None else theirs.token_to_id(text)
-        given = config.get(f"{name}_token_id")
-        return given if number is None and isinstance(given, int) else number
+        stated = config.get(f"{name}_token_id")
+        return stated if number is None and isinstance(stated, int) else number
 
     generation = folder / GENERATION
     ends = list(ends_of(config, generation if generation.is_file() else None))
     if (end := own("eos")) is not None:
-        ends = [end, *(one for one in ends if one != end)]
+        ends = [end, *(token for token in ends if token != end)]
     ids = {"bos": own("bos") if begin is None else begin, "unknown": own("unk")}
     ids |= {"padding": own("pad"), **dict(zip(ENDS, ends, strict=False))}
     notes = ()
     if more := ends[len(ENDS) :]:
-        texts = ", ".join(repr(theirs.id_to_token(one)) for one in more)
+        texts = ", ".join(repr(theirs.id_to_token(token)) for token in more)
         notes = (f"GGUF names {len(ENDS)} tokens that end a text; left out: {texts}",)
     return {name: number for name, number in ids.items() if number is not None}, notes
 
 
 def _marked(raw: Mapping[str, Any]) -> list[str]:
     """Texts with special tokens in them."""
-    added = [one["content"] for one in raw.get("added_tokens", ())]
+    added = [added_token["content"] for added_token in raw.get("added_tokens", ())]
     return [f"a {token} b{token}c" for token in added[:MARKED]]
 
 
@@ -386,7 +386,7 @@ def _candidates(
     fallback = bool(model.get("byte_fallback"))
     tokens, types = _tokens(raw, vocab, fallback)
     shared: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
-    merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"]]
+    merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     if not fallback:
         joined = [" ".join(merge) for merge in merges]
         for pattern in PATTERNS:
@@ -419,10 +419,10 @@ def _tokens(raw: Mapping[str, Any], vocab: int, fallback: bool) -> tuple[list[st
         if number < vocab:
             byte = fallback and len(token) == 6 and token.startswith("<0x")
             tokens[number], types[number] = token, BYTE if byte else NORMAL
-    for one in raw.get("added_tokens", ()):
-        if one["id"] < vocab:
-            tokens[one["id"]] = one["content"]
-            types[one["id"]] = CONTROL if one["special"] else USER
+    for added in raw.get("added_tokens", ()):
+        if added["id"] < vocab:
+            tokens[added["id"]] = added["content"]
+            types[added["id"]] = CONTROL if added["special"] else USER
     return tokens, types
 
 

@@ -182,18 +182,18 @@ def _plain_away(model: Decoder, *more: Stretching) -> Away:
 def _llama_away(model: Decoder) -> Away:
     scaling = model.rope_scaling
     own = {name: vars(scaling)[name] for name in PUBLISHED}
-    told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+    stated = ", ".join(f"{name} {value:g}" for name, value in own.items())
     known = ", ".join(f"{name} {value:g}" for name, value in PUBLISHED.items())
     return [
         *_plain_away(model, Stretching.llama3),
-        *_holding((own != PUBLISHED, f"model.rope-scaling has {told}, not {known}")),
+        *_holding((own != PUBLISHED, f"model.rope-scaling has {stated}, not {known}")),
     ]
 
 
 def _qwen2_away(model: Decoder) -> Away:
     width = model.heads * model.head_dim
-    told = f"model.heads times model.head-dim is {width}, not model.d-model {model.d_model}"
-    return [*_plain_away(model), *_holding((width != model.d_model, told))]
+    reason = f"model.heads times model.head-dim is {width}, not model.d-model {model.d_model}"
+    return [*_plain_away(model), *_holding((width != model.d_model, reason))]
 
 
 def _gemma_away(name: str, model: Decoder) -> Away:
@@ -275,12 +275,12 @@ class GgufSpec:
 
 
 def plan(outgoing: Outgoing, described: Described, precision: str) -> list[GgufSpec]:
-    """The tensors of a file, in the order of ``made``: matrices in the precision, vectors in f32.
+    """The tensors of a file, in the order of ``outgoing``: matrices in the precision, vectors in f32.
 
     A matrix whose rows no block of Q8_0 divides is f16, as llama.cpp's converter has it.
 
     Args:
-        made: The model.
+        outgoing: The model.
         described: The same in the terms of llama.cpp.
         precision: One of :data:`PRECISIONS`.
 
@@ -339,13 +339,12 @@ def write_gguf(
     from gguf import GGUFWriter
     from gguf.constants import GGMLQuantizationType
 
-    out = GGUFWriter(file, described.architecture)
+    out, float32 = GGUFWriter(file, described.architecture), np.dtype(np.float32)
     for name, value in {**fields, **described.fields}.items():
         _add(out, name, value)
-    for one in tensors:
-        out.add_tensor_info(
-            one.name, one.source.shape, np.dtype(np.float32), one.nbytes, raw_dtype=one.kind
-        )
+    for tensor in tensors:
+        shape = tensor.source.shape
+        out.add_tensor_info(tensor.name, shape, float32, tensor.nbytes, raw_dtype=tensor.kind)
     extra = _frequencies(described)
     if extra is not None:
         kind = GGMLQuantizationType.F32
@@ -362,11 +361,11 @@ def write_gguf(
             opened.write(bytes(-opened.tell() % out.data_alignment))
             opened.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
-        for one in tensors:
-            (piece,) = pieces(one.source.name)
-            put(_stored(one, piece))
+        for tensor in tensors:
+            (piece,) = pieces(tensor.source.name)
+            put(_stored(tensor, piece))
             del piece  # before the next one is made
-            progress(one.nbytes)
+            progress(tensor.nbytes)
         if extra is not None:
             put(extra)
         opened.write(bytes(-opened.tell() % out.data_alignment))
@@ -501,11 +500,11 @@ def export_gguf(
         raise OptionError(f"{out} is no name of a GGUF file; give --out {out}{GGUF}")
     check_free(out)
     path, payload = source.path, payload_of(source)
-    described = describe(payload.made.config, str(path))
+    described = describe(payload.model.config, str(path))
     precision = options.precision
     if precision == AUTO:
-        precision = OF_DTYPES.get(most_common(payload.made.specs), "f32")
-    tensors = plan(payload.made, described, precision)
+        precision = OF_DTYPES.get(most_common(payload.model.specs), "f32")
+    tensors = plan(payload.model, described, precision)
     unchecked, parity = no_room(elements_of([tensor.source for tensor in tensors])), None
     with draft(out) as folder:
         file = folder.folder / out.name
@@ -546,14 +545,14 @@ def _write(
         folder.add(name, content)
     words = words_of(
         folder.folder,
-        payload.made.config,
+        payload.model.config,
         described.model.vocab,
         starts=payload.starts,
         source=str(path),
     )
     fields = {**_general(path, payload, precision), **words.fields}
     progress = weight_progress(sum(tensor.nbytes for tensor in tensors), say)
-    write_gguf(file, described, fields, tensors, payload.made.pieces, progress)
+    write_gguf(file, described, fields, tensors, payload.model.pieces, progress)
     return words
 
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from systolic.core.errors import OptionError
 from systolic.core.ranges import Range, check
 from systolic.data.image.images import Images
-from systolic.data.image.pictures import EVALUATION_SHARE
-from systolic.data.image.preparation import Preparation, Resample
+from systolic.data.image.pictures import EVALUATION_SHARE, Preparation, Resample
 from systolic.formats.source import Source, dtypes_of
 from systolic.job import Batch, Data, Field, Job, Read, Split
 from systolic.job.data import Batches
@@ -188,7 +187,7 @@ def preprocessor(fields: Mapping[str, Any], file: str) -> Preprocessor:
     named = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "")
     kind = next((name for name in DEFAULTS if named.startswith(name)), None)
     fields = {name: value for name, value in fields.items() if value is not None}
-    given = {**DEFAULTS["ViT" if kind is None else kind], **fields}
+    settings = {**DEFAULTS["ViT" if kind is None else kind], **fields}
     if named and kind is None:
         _check_other(fields, named, file)
     unknown = [n for n, v in fields.items() if v and n not in KNOWN and not n.startswith("_")]
@@ -196,18 +195,20 @@ def preprocessor(fields: Mapping[str, Any], file: str) -> Preprocessor:
         raise OptionError(
             f"{file} has {', '.join(unknown)}, which this import does not follow; remove what is not needed, or prepare the pictures yourself and leave the file out"
         )
-    if given.get("do_pad"):
+    if settings.get("do_pad"):
         raise OptionError(f"{file} has do_pad, which is not known; images of one size need none")
-    mean, std = tuple(given["image_mean"]), tuple(given["image_std"])
-    if not given.get("do_normalize", True):
+    mean, std = tuple(settings["image_mean"]), tuple(settings["image_std"])
+    if not settings.get("do_normalize", True):
         mean, std = (0.0,), (1.0,)
     # Pixels are byte / 255 here and byte * factor there.
     factor = (
-        255.0 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
+        255.0 * settings.get("rescale_factor", 1 / 255)
+        if settings.get("do_rescale", True)
+        else 255.0
     )
     if abs(factor - 1.0) > 1e-6:
-        mean, std = (tuple(one / factor for one in values) for values in (mean, std))
-    return Preprocessor(preparation=_preparation(given, kind, file), mean=mean, std=std)
+        mean, std = (tuple(channel / factor for channel in values) for values in (mean, std))
+    return Preprocessor(preparation=_preparation(settings, kind, file), mean=mean, std=std)
 
 
 def _check_other(fields: Mapping[str, Any], named: str, file: str) -> None:
@@ -233,16 +234,16 @@ def _check_other(fields: Mapping[str, Any], named: str, file: str) -> None:
         )
 
 
-def _preparation(given: Mapping[str, Any], kind: str | None, file: str) -> Preparation:
-    size, cut = given["size"], given.get("crop_size")
-    number = given.get("resample", 2)
+def _preparation(settings: Mapping[str, Any], kind: str | None, file: str) -> Preparation:
+    size, cut = settings["size"], settings.get("crop_size")
+    number = settings.get("resample", 2)
     if number not in range(len(FILTERS)):
         raise OptionError(f"{file} has resample {number!r}; it takes 0 to {len(FILTERS) - 1}")
     resample = FILTERS[number]
     side = None
-    if given.get("do_center_crop", False) and cut is not None:
+    if settings.get("do_center_crop", False) and cut is not None:
         side = _square(cut, "crop_size", file)
-    if not given.get("do_resize", True):
+    if not settings.get("do_resize", True):
         if side is None:
             raise OptionError(
                 f"{file} neither resizes nor crops, and a model needs images of one size"
@@ -260,7 +261,7 @@ def _preparation(given: Mapping[str, Any], kind: str | None, file: str) -> Prepa
         if shorter >= CONVNEXT_WHOLE:
             return Preparation(side=shorter, resample=resample)
         return Preparation(
-            side=shorter, shorter=int(shorter / given.get(SHARE, 224 / 256)), resample=resample
+            side=shorter, shorter=int(shorter / settings.get(SHARE, 224 / 256)), resample=resample
         )
     if side is None:
         raise OptionError(
@@ -361,9 +362,9 @@ def fields_of_job(job: Job) -> dict[str, Any]:
         raise OptionError(
             f"pictures are {height} x {width}, and {PREPROCESSOR} is known for squares only; keep it as a Bundle"
         )
-    given = data.preparation if isinstance(data, Images | OutsidePictures) else None
+    preparation = data.preparation if isinstance(data, Images | OutsidePictures) else None
     share = EVALUATION_SHARE if isinstance(data, Images) else 1.0
-    return fields_of(given or Preparation(side=height, shorter=round(height / share)), pixels)
+    return fields_of(preparation or Preparation(side=height, shorter=round(height / share)), pixels)
 
 
 def with_pictures(

@@ -9,10 +9,9 @@ from typing import TypeVar
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import refuse_pointer
 from systolic.formats.source import COPIES, TransformersSource, gguf_inside
-from systolic.models.config_fields import notes_of
 from systolic.models.decoder.families.fields import refuse_quantized
 from systolic.models.families import CONFIG, family, read_config
-from systolic.models.mapping import Conversion, Rule, Tensor, Tensors
+from systolic.models.mapping import Conversion, Rule, Tensor, Tensors, notes_of
 from systolic.runs.bundle.tensors import MappedTensor, read_header
 
 One = TypeVar("One", bound=Tensor)
@@ -57,42 +56,45 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _prefixes(given: Mapping[str, One], wanted: set[str]) -> Iterator[tuple[str, str]]:
+def _prefixes(tensors: Mapping[str, One], wanted: set[str]) -> Iterator[tuple[str, str]]:
     """Prefixes in files, and what stands in their place in wanted names: those of some missing tensors' longest common ends."""
-    for name in sorted(wanted - set(given), key=lambda one: (-one.count("."), one))[:ANCHORS]:
+    for name in sorted(wanted - set(tensors), key=lambda other: (-other.count("."), other))[
+        :ANCHORS
+    ]:
         parts = name.split(".")
         for cut in range(len(parts)):
             end = ".".join(parts[cut:])
-            matches = [one for one in given if one == end or one.endswith(f".{end}")]
+            matches = [other for other in tensors if other == end or other.endswith(f".{end}")]
             if matches:
                 yield from ((match.removesuffix(end), name.removesuffix(end)) for match in matches)
                 break
 
 
-def _renamed(given: Mapping[str, One], old: str, new: str, wanted: set[str]) -> dict[str, One]:
+def _renamed(tensors: Mapping[str, One], old: str, new: str, wanted: set[str]) -> dict[str, One]:
     renamed: dict[str, One] = {}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         other = new + name.removeprefix(old)
         moved = name not in wanted and name.startswith(old) and other in wanted
-        renamed[other if moved and other not in given else name] = tensor
+        renamed[other if moved and other not in tensors else name] = tensor
     return renamed
 
 
 def _with_embedding(
-    given: dict[str, One], conversion: Conversion, wanted: set[str]
+    tensors: dict[str, One], conversion: Conversion, wanted: set[str]
 ) -> dict[str, One]:
     """The embedding of tied weights that a file has as the last matrix alone."""
     rule = next((rule for rule in conversion.rules if "embedding" in rule.ours), None)
-    if rule is None or len(rule.theirs) != 1 or rule.theirs[0] in given:
-        return given
+    if rule is None or len(rule.theirs) != 1 or rule.theirs[0] in tensors:
+        return tensors
     copies = (
         name
-        for name in given
-        if name not in wanted and any(name == one or name.endswith(f".{one}") for one in COPIES)
+        for name in tensors
+        if name not in wanted
+        and any(name == ending or name.endswith(f".{ending}") for ending in COPIES)
     )
     if (copy := next(copies, None)) is None:
-        return given
-    renamed = dict(given)
+        return tensors
+    renamed = dict(tensors)
     renamed[rule.theirs[0]] = renamed.pop(copy)
     return renamed
 
@@ -209,14 +211,14 @@ def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, .
     ]
     missing = [name for name in names if not (folder / name).is_file()]
     if len(counts) > 1 or missing:
-        told = f"first {missing[0]}" if missing else f"of {' and '.join(map(str, counts))} shards"
+        missed = f"first {missing[0]}" if missing else f"of {' and '.join(map(str, counts))} shards"
         raise NotFoundError(
-            f"{folder} has {len(parts)} shards, no {INDEX}, and lacks {len(missing)}, {told}; copy the whole folder"
+            f"{folder} has {len(parts)} shards, no {INDEX}, and lacks {len(missing)}, {missed}; copy the whole folder"
         )
     tensors: dict[str, MappedTensor] = {}
     for name in names:
         held = read_header(folder / name)[0]
-        if twice := next((one for one in held if one in tensors), None):
+        if twice := next((key for key in held if key in tensors), None):
             raise DataError(
                 f"{folder / name} has {twice}, which another shard has too; copy the folder again"
             )

@@ -86,7 +86,7 @@ def reference(
     with tempfile.TemporaryDirectory() as folder:
         inputs, out = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
         np.savez(inputs, allow_pickle=False, **probe.theirs)
-        asked = {
+        request = {
             "path": str(source.path),
             "inputs": str(inputs),
             "loader": probe.loader,
@@ -97,7 +97,7 @@ def reference(
         }
         done = subprocess.run(
             [sys.executable, "-m", "systolic.formats.hugging_face.reference"],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -148,7 +148,13 @@ def _texts(source: Source) -> list[str]:
     from systolic.data.text.chat import special_tokens
 
     own = [text for _, text in special_tokens(file.parent)]
-    return [PASSAGE, *PASSAGE.splitlines(), " a", "a\n  b ", *(f"x{one}y {one} z" for one in own)]
+    return [
+        PASSAGE,
+        *PASSAGE.splitlines(),
+        " a",
+        "a\n  b ",
+        *(f"x{token}y {token} z" for token in own),
+    ]
 
 
 def _differences(
@@ -162,10 +168,10 @@ def _differences(
         (own,) = tokenizer.documents([text])
         if own.tolist() != ids:
             place = next((i for i, (a, b) in enumerate(zip(own.tolist(), ids, strict=False)) if a != b), -1)  # fmt: skip
-            told = (
+            where = (
                 "" if place < 0 else f": token {place} is {own[place]} here and {ids[place]} there"
             )
-            yield f"{text[:40]!r} has {len(own)} ids here and {len(ids)} there{told}"
+            yield f"{text[:40]!r} has {len(own)} ids here and {len(ids)} there{where}"
         elif isinstance(source.model, Decoder) and tokenizer.decode(ids) != back:
             yield f"{text[:40]!r} comes back as {tokenizer.decode(ids)[:40]!r} here and {back[:40]!r} there"
         else:
@@ -253,11 +259,11 @@ def renamed(path: Path, loader: Any) -> Any:
     fields = dict(source.config)
     kind = fields.pop("model_type")
     model = loader.from_config(transformers.AutoConfig.for_model(kind, **fields))
-    given = {
+    weights = {
         name: torch.from_numpy(np.array(tensor.read(), np.float32))
         for name, tensor in source.tensors.items()
     }
-    lacking, unknown = model.load_state_dict(given, strict=False)
+    lacking, unknown = model.load_state_dict(weights, strict=False)
     unread = (*UNREAD, *COPIES) if fields.get("tie_word_embeddings", True) else UNREAD
     wrong = [*unknown, *(name for name in lacking if not name.endswith(unread))]
     if wrong:
@@ -272,13 +278,15 @@ def compute(model: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> np
     """Outputs float32[rows, ..., n]; several are joined, one position after another."""
     import torch
 
-    given = {name: torch.from_numpy(value) for name, value in inputs.items()}
+    tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
     with torch.no_grad():
-        answer = model.eval()(**given)
+        answer = model.eval()(**tensors)
     arrays = [answer[name].float().numpy() for name in outputs]
     if len(arrays) == 1:
         return arrays[0]
-    return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in arrays], axis=1)
+    return np.concatenate(
+        [array.reshape(len(array), -1, array.shape[-1]) for array in arrays], axis=1
+    )
 
 
 def words(path: Path, texts: list[str]) -> list[tuple[list[int], str]]:
@@ -302,16 +310,18 @@ def main() -> None:
     end_with(os.getppid())
     import transformers
 
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     transformers.logging.set_verbosity_error()
-    model = opened(Path(asked["path"]), getattr(transformers, asked["loader"]), asked["rounded"])
-    with np.load(asked["inputs"]) as inputs:
-        outputs = compute(model, dict(inputs), asked["outputs"])
+    model = opened(
+        Path(request["path"]), getattr(transformers, request["loader"]), request["rounded"]
+    )
+    with np.load(request["inputs"]) as inputs:
+        outputs = compute(model, dict(inputs), request["outputs"])
     np.savez(
-        asked["out"],
+        request["out"],
         found=outputs,
         framework=f"transformers {transformers.__version__}",
-        words=json.dumps(words(Path(asked["path"]), asked["texts"])),
+        words=json.dumps(words(Path(request["path"]), request["texts"])),
     )
 
 

@@ -256,7 +256,7 @@ def export_folder(
     del options
     check_free(out)
     payload = payload_of(source)
-    model = payload.made
+    model = payload.model
     stored = next((name for name in DTYPES if name in model.config), DTYPES[0])
     # Weights of another dtype than the origin's, such as a run's frozen ones, have their own now.
     config = {stored: None, **model.config} | {stored: most_common(model.specs)}

@@ -90,14 +90,14 @@ def mixed_plan(
     for kind in (names.FULLY_CONNECTED, names.BATCH_MATMUL, names.CONV_2D):
         manager.add_static_config(".*", kind, activation_num_bits=8, weight_num_bits=8)
     manager.add_dynamic_config(".*", names.EMBEDDING_LOOKUP, 8)
-    for one in products:
-        if max(_noise(name, ranges, sizes) for name in one.tensors) <= MOST_NOISE:
+    for product in products:
+        if max(_noise(name, ranges, sizes) for name in product.tensors) <= MOST_NOISE:
             continue
-        scope = f"^{re.escape(one.scope)}$"
-        if one.dense:
-            manager.add_dynamic_config(scope, one.kind, 8)
+        scope = f"^{re.escape(product.scope)}$"
+        if product.dense:
+            manager.add_dynamic_config(scope, product.kind, 8)
         else:
-            manager.add_quantization_config(scope, one.kind, algorithm_key="no_quantize")
+            manager.add_quantization_config(scope, product.kind, algorithm_key="no_quantize")
     return manager
 
 
@@ -125,8 +125,8 @@ def products_of(model: bytes) -> Iterator[Product]:
         kind = flat.TFL_OP_CODE_TO_NAME.get(code)
         if kind not in (names.FULLY_CONNECTED, names.BATCH_MATMUL, names.CONV_2D):
             continue
-        given = [graph.tensors[index] for index in operation.inputs if index >= 0]
-        computed = [one for one in given if read.buffers[one.buffer].data is None]
+        operands = [graph.tensors[index] for index in operation.inputs if index >= 0]
+        computed = [operand for operand in operands if read.buffers[operand.buffer].data is None]
         tensors = [*computed, graph.tensors[operation.outputs[0]]]
         yield Product(
             scope=flat.get_op_scope(operation, graph.tensors),
@@ -149,10 +149,10 @@ def usual_sizes(
     known = call.get_input_details()
     for row in rows:
         call(**{name: row[name] for name in known})
-        for name, found in squares.items():
+        for name, means in squares.items():
             array = interpreter.get_tensor(places[name])
-            found.append(float(np.mean(np.square(array, dtype=np.float64))))
-    return {name: float(np.sqrt(np.mean(found))) for name, found in squares.items()}
+            means.append(float(np.mean(np.square(array, dtype=np.float64))))
+    return {name: float(np.sqrt(np.mean(means))) for name, means in squares.items()}
 
 
 class LiteProgram:
@@ -173,8 +173,8 @@ class LiteProgram:
 
     def call(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs of one call; inputs that the file does not have are left out."""
-        given = {name: _stored(inputs[name], input_) for name, input_ in self._inputs.items()}
-        outputs = self._call(**given)
+        stored = {name: _stored(inputs[name], input_) for name, input_ in self._inputs.items()}
+        outputs = self._call(**stored)
         return {name: _plain(outputs[name], output) for name, output in self._outputs.items()}
 
     def rows(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -267,9 +267,9 @@ def flatbuffer(program: bytes, inputs: Sequence[str], outputs: Sequence[str]) ->
             left = sorted(set(re.findall(UNCONVERTED, str(merged.operation))))
             return bytes(converter.export_flatbuffer_to_bytes(merged.operation))
     except Exception as error:  # the converter's classes of errors are not public
-        told = f"it has no form of {', '.join(left)}" if left else short(error)
+        reason = f"it has no form of {', '.join(left)}" if left else short(error)
         raise OptionError(
-            f"LiteRT's converter refuses the model: {told}; export it to onnx or stablehlo"
+            f"LiteRT's converter refuses the model: {reason}; export it to onnx or stablehlo"
         ) from error
 
 
@@ -359,8 +359,8 @@ def short(error: Exception) -> str:
     if lacking := re.findall(LACKING, str(error)):
         return f"its runtime has no operation {' and '.join(lacking)} for numbers of this type"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line.partition("error:")[2].strip() for line in lines if "error:" in line]
-    return f"{type(error).__name__}: {(told or lines or [''])[0]}"[:TOLD]
+    errors = [line.partition("error:")[2].strip() for line in lines if "error:" in line]
+    return f"{type(error).__name__}: {(errors or lines or [''])[0]}"[:TOLD]
 
 
 PROGRAM, REQUEST, OUTCOME = "program.bin", "request.json", "outcome.json"
@@ -379,10 +379,10 @@ def main() -> int:
         outcome = {"error": type(error).__name__, "told": str(error)}
     except Exception as error:
         traceback.print_exc()
-        told = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         outcome = {
             "error": "RunError",
-            "told": f"the export to LiteRT failed: {type(error).__name__}: {told}",
+            "told": f"the export to LiteRT failed: {type(error).__name__}: {reason}",
         }
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return 0

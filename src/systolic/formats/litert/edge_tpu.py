@@ -84,16 +84,16 @@ class EdgeTpuReport:
         if self.compiled:
             return [f"Edge TPU: {file} was compiled before; {cache}"]
         lines = [f"Edge TPU: {self.taken} of {len(self.placements)} operations; {cache}"]
-        lines += [f"  {one}" for one in self.obstacles]
+        lines += [f"  {refusal}" for refusal in self.obstacles]
         there = Counter(placement.kind for placement in self.placements if placement.on_edge_tpu)
         if there:
             lines.append(
                 f"  there: {', '.join(f'{count} {kind}' for kind, count in there.items())}"
             )
         groups: dict[tuple[str, str], list[OpPlacement]] = {}
-        for one in self.placements:
-            if not one.on_edge_tpu:
-                groups.setdefault((one.kind, one.fix), []).append(one)
+        for placed in self.placements:
+            if not placed.on_edge_tpu:
+                groups.setdefault((placed.kind, placed.fix), []).append(placed)
         for (kind, fix), ones in groups.items():
             also = f" and {len(ones) - 1} more" if len(ones) > 1 else ""
             lines.append(
@@ -131,18 +131,18 @@ def edge_tpu_report(graph: LiteGraph) -> EdgeTpuReport:
     placed: list[OpPlacement] = []
     first: OpPlacement | None = None
     for index, op in enumerate(graph.ops):
-        found = obstacle(op)
-        if found is not None and mixed and op.kind not in FIXES and _floats(op):
-            found = Obstacle(
+        hindrance = obstacle(op)
+        if hindrance is not None and mixed and op.kind not in FIXES and _floats(op):
+            hindrance = Obstacle(
                 "it stays in floating point, as 8 bits would lose its numbers", ATTENTION
             )
-        reason, fix = ("", "") if found is None else found
-        if found is None and first is not None:
+        reason, fix = ("", "") if hindrance is None else hindrance
+        if hindrance is None and first is not None:
             reason = f"it comes after {first.kind} (operation {first.index}), where the compiler divides the model"
             fix = f"mend operation {first.index}, or compile with edgetpu_compiler --enable_multiple_subgraphs"
-        elif found is None and obstacles:
+        elif hindrance is None and obstacles:
             reason, fix = "the model as a whole is refused", "see above"
-        one = OpPlacement(
+        placement = OpPlacement(
             index=index,
             kind=op.kind,
             tensor=op.outputs[0].name if op.outputs else "",
@@ -150,9 +150,9 @@ def edge_tpu_report(graph: LiteGraph) -> EdgeTpuReport:
             reason=reason,
             fix=fix,
         )
-        placed.append(one)
-        if found is not None and first is None:
-            first = one
+        placed.append(placement)
+        if hindrance is not None and first is None:
+            first = placement
     return EdgeTpuReport(
         placements=tuple(placed),
         obstacles=obstacles,
@@ -187,8 +187,8 @@ def obstacle(op: LiteOp) -> Obstacle | None:
             FIXES.get(op.kind, "replace it in the model by supported operations"),
         )
     for check in (_types, _dims, RULES[op.kind]):
-        if (found := check(op)) is not None:
-            return found
+        if (reason := check(op)) is not None:
+            return reason
     return None
 
 
@@ -253,8 +253,8 @@ def _no_activation(op: LiteOp) -> Obstacle | None:
 
 
 def _concatenation(op: LiteOp) -> Obstacle | None:
-    if (found := _no_activation(op)) is not None:
-        return found
+    if (fault := _no_activation(op)) is not None:
+        return fault
     constants = [t for t in op.inputs if t.constant]
     zeros = all(t.values is not None and not np.any(t.values) for t in constants)
     if constants and (len(op.inputs) != 2 or not zeros):
@@ -308,8 +308,8 @@ def _not_batch(op: LiteOp) -> Obstacle | None:
 
 
 def _mean(op: LiteOp) -> Obstacle | None:
-    if (found := _not_batch(op)) is not None:
-        return found
+    if (fault := _not_batch(op)) is not None:
+        return fault
     shape = op.inputs[0].shape
     last = len(shape) - 1
     if last in _axes(op) and shape[last] % 4:

@@ -150,11 +150,11 @@ def label_of(job: Job) -> str | None:
 def _standing(
     model: ExportableModel, function: Inference, rows: int, files: Sequence[Path] = ()
 ) -> FunctionRows:
-    found = example_inputs(model, rows, files)
+    examples = example_inputs(model, rows, files)
     return FunctionRows(
-        inputs=found.inputs[function.name],
-        origin=found.origin,
-        real=not found.origin.startswith("random"),
+        inputs=examples.inputs[function.name],
+        origin=examples.origin,
+        real=not examples.origin.startswith("random"),
     )
 
 
@@ -172,16 +172,16 @@ def _at(model: ExportableModel, function: Inference, path: Path, most: int | Non
     files = [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
     if not files:
         raise DataError(f"--data is {path}, which holds no files; give representative files")
-    found = example_inputs(model, files=files[:most])
+    examples = example_inputs(model, files=files[:most])
     origin = f"files of {path.name}" if path.is_dir() else path.name
-    return FunctionRows(inputs=found.inputs[function.name], origin=origin)
+    return FunctionRows(inputs=examples.inputs[function.name], origin=origin)
 
 
-def _half(model: ExportableModel, found: FunctionRows, first: int) -> FunctionRows:
+def _half(model: ExportableModel, rows: FunctionRows, first: int) -> FunctionRows:
     """Every second row of texts, from a number on: some calibrate, and the others are measured."""
-    if found.count < 2 or not _of_texts(model):
-        return found
-    return replace(found, inputs={name: input_[first::2] for name, input_ in found.inputs.items()})
+    if rows.count < 2 or not _of_texts(model):
+        return rows
+    return replace(rows, inputs={name: input_[first::2] for name, input_ in rows.inputs.items()})
 
 
 def _of_texts(model: ExportableModel) -> bool:
@@ -203,7 +203,7 @@ def _row_digests(rows: FunctionRows) -> list[bytes]:
     for name in sorted(rows.inputs):
         for digest, row in zip(hashes, np.ascontiguousarray(rows.inputs[name]), strict=True):
             digest.update(row.tobytes())
-    return [one.digest() for one in hashes]
+    return [hashed.digest() for hashed in hashes]
 
 
 def _check_finite(rows: FunctionRows) -> None:
@@ -278,15 +278,15 @@ class Composites:
         self._gelus = {id(last): id(half) for last, half in halves if half is not None}
         self._halves: dict[int, Any] = dict.fromkeys(self._gelus.values())
 
-    def __call__(self, equation: Any, given: list[Any]) -> list[Any] | None:
+    def __call__(self, equation: Any, operands: list[Any]) -> list[Any] | None:
         """Outputs of an equation by an operation of LiteRT; None leaves it as it is."""
         if id(equation) in self._halves:
-            self._halves[id(equation)] = next(one for one in given if np.ndim(one))
+            self._halves[id(equation)] = next(operand for operand in operands if np.ndim(operand))
             return None
         if id(equation) in self._gelus:
             return [_gelu(self._halves[self._gelus[id(equation)]])]
         if equation.primitive.name == "gather" and self._looks_up(equation):
-            return [_looked_up(*given)]
+            return [_looked_up(*operands)]
         return None
 
     def _looks_up(self, equation: Any) -> bool:
@@ -332,9 +332,9 @@ def _factor(equation: Any, number: float) -> Any:
     """The operand that an equation multiplies by a number; None for other equations."""
     if equation.primitive.name != "mul":
         return None
-    for one, other in (equation.invars, equation.invars[::-1]):
-        literal = isinstance(one, jax.extend.core.Literal) and np.ndim(one.val) == 0
-        if literal and np.isclose(float(one.val), number, rtol=1e-6):
+    for factor, other in (equation.invars, equation.invars[::-1]):
+        literal = isinstance(factor, jax.extend.core.Literal) and np.ndim(factor.val) == 0
+        if literal and np.isclose(float(factor.val), number, rtol=1e-6):
             return other
     return None
 
@@ -430,39 +430,39 @@ class LiteExport:
 
     def lines(self) -> list[str]:
         """The measurements."""
-        made = [f"{self.function}: {self.difference} ({self.compared_on})"]
+        report = [f"{self.function}: {self.difference} ({self.compared_on})"]
         if self.accuracy is not None:
             source, here = self.accuracy
-            made.append(
+            report.append(
                 f"accuracy {here:.2%}, source {source:.2%} ({round(100 * (here - source), 2) + 0:+.2f} points), on {self.difference.examples} rows of {self.compared_on}"
             )
         if self.quantization is not LiteQuantization.none:
-            made.append(
+            report.append(
                 f"{self.bytes / self.float_bytes:.1%} of the {si(self.float_bytes, 'B')} in float32"
             )
         if self.quantization is LiteQuantization.int8:
             left = ", ".join(f"{count} {kind}" for kind, count in self.floating.items())
-            made.append(
+            report.append(
                 f"{self.operations - sum(self.floating.values())} of {self.operations} operations in whole numbers{f'; float: {left}' if left else ''}; calibrated on {self.calibrated_on}"
             )
         if self.measured_calibrate:
-            made.append(
+            report.append(
                 "it was measured on rows that it was calibrated on, and looks better than it is: give more with --data"
             )
         agreed = self.difference.argmax_agreement
         if agreed is not None and agreed < AGREEING:
-            made.append(
+            report.append(
                 f"the largest output is another one in {1 - agreed:.1%} of the rows; measure it on your own data (--data), or leave more in floating point"
             )
         if (cosine := self.difference.cosine) is not None and not cosine.mean >= PARALLEL:
-            made.append(
+            report.append(
                 f"the vectors are turned ({cosine}); measure it on your own data (--data), or leave more in floating point"
             )
         shapes = [
             ", ".join(f"{k} {v}" for k, v in of.items()) for of in (self.inputs, self.outputs)
         ]
-        made += [f"takes {shapes[0]}; returns {shapes[1]}", *self.notes]
-        return made if self.edge_tpu is None else [*made, *self.edge_tpu.lines(str(self.path))]
+        report += [f"takes {shapes[0]}; returns {shapes[1]}", *self.notes]
+        return report if self.edge_tpu is None else [*report, *self.edge_tpu.lines(str(self.path))]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -539,10 +539,10 @@ def export_litert(
     program, names = lowered(function, model.params, model.sizes)
     say("converting")
     request = _request(names, model, function, settings)
-    content, made, float_bytes = _converted(program, request, rows, seen, packages)
+    content, answers, float_bytes = _converted(program, request, rows, seen, packages)
     say("comparing")
     source = _source(model, function.name, rows.inputs)
-    apart = difference(source, made)
+    apart = difference(source, answers)
     if settings.quantization is LiteQuantization.none:
         apart.check(f"the exported {function.name}", EXACT)
     graph = graph_of(content := with_labels(content, model.job), str(out))
@@ -556,7 +556,7 @@ def export_litert(
         float_bytes=float_bytes,
         difference=apart,
         compared_on=rows.origin,
-        accuracy=_accuracy(rows.labels, source, made),
+        accuracy=_accuracy(rows.labels, source, answers),
         calibrated_on=None if seen is None else f"{seen.count} rows of {seen.origin}",
         measured_calibrate=both > 0,
         graph=graph,
@@ -579,8 +579,8 @@ def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inf
 
 def _measurable(model: ExportableModel, function: Inference, rows: FunctionRows) -> FunctionRows:
     """The first rows, as many as memory holds outputs of: a language model has a number for each token of its vocabulary."""
-    given = function.abstract(model.sizes)
-    outputs = jax.eval_shape(function.call, dict(model.params), given).values()
+    inputs = function.abstract(model.sizes)
+    outputs = jax.eval_shape(function.call, dict(model.params), inputs).values()
     each = sum(output.size * output.dtype.itemsize for output in outputs) // model.sizes[BATCH]
     return rows.first(max(OUTPUT_BYTES // max(each, 1), model.sizes[BATCH]))
 
@@ -591,8 +591,8 @@ def check_loops(model: ExportableModel, function: Inference) -> None:
     Raises:
         OptionError: it has such a loop.
     """
-    given = function.abstract(model.sizes)
-    program = jax.make_jaxpr(partial(unrolled, function.call))(dict(model.params), given)
+    inputs = function.abstract(model.sizes)
+    program = jax.make_jaxpr(partial(unrolled, function.call))(dict(model.params), inputs)
     if not loops(program.jaxpr):
         return
     others = [name for name in model.functions if name != function.name]
@@ -604,19 +604,19 @@ def lowered(
     function: Inference, params: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[bytes, tuple[list[str], list[str]]]:
     """A function with its weights inside as a portable StableHLO artifact, with names of its arguments and results."""
-    given = function.abstract(sizes)
+    example = function.abstract(sizes)
     own = {path: np.asarray(array) for path, array in params.items()}
     # What weights alone decide is computed here: a converter would keep it in the graph.
-    folded = FoldedProgram(partial(unrolled, function.call), (own,), given)
+    folded = FoldedProgram(partial(unrolled, function.call), (own,), example)
     constants: Any = [np.asarray(constant) for constant in folded.constants((own,))]
-    spelled, shape = jax.make_jaxpr(partial(folded, constants), return_shape=True)(given)
+    spelled, shape = jax.make_jaxpr(partial(folded, constants), return_shape=True)(example)
     replaced = partial(computed, spelled.jaxpr, spelled.consts, replace=Composites(spelled))
     order = jax.tree.structure(shape)
     program: Any = jax.jit(
         lambda batch: jax.tree.unflatten(order, replaced(jax.tree.leaves(batch)))
     )
-    exported = jax.export.export(program, platforms=["cpu"])(given)
-    names = sorted(given)
+    exported = jax.export.export(program, platforms=["cpu"])(example)
+    names = sorted(example)
     inputs = [names[index] for index in exported.module_kept_var_idx]
     outputs = sorted(shape)
     return bytes(exported.mlir_module_serialized), (inputs, outputs)
@@ -704,17 +704,20 @@ def _source(
         start = min(start, count - size)  # the last call has rows of the one before it
         part = {key: input_[start : start + size] for key, input_ in inputs.items()}
         parts.append((start, run(call, model.params, part)))
-    joined = {key: np.zeros((count, *one.shape[1:]), one.dtype) for key, one in parts[0][1].items()}
+    joined = {
+        key: np.zeros((count, *output.shape[1:]), output.dtype)
+        for key, output in parts[0][1].items()
+    }
     for start, outputs in parts:
-        for key, one in outputs.items():
-            joined[key][start : start + size] = one
+        for key, output in outputs.items():
+            joined[key][start : start + size] = output
     return joined
 
 
 def _accuracy(
     labels: np.ndarray | None,
     source: Mapping[str, np.ndarray],
-    made: Mapping[str, np.ndarray],
+    exported: Mapping[str, np.ndarray],
 ) -> tuple[float, float] | None:
     """Share of rows whose class is right, by the source and by the file."""
     if labels is None:
@@ -722,5 +725,5 @@ def _accuracy(
     name = next(iter(source))
     return (
         float((source[name].argmax(-1) == labels).mean()),
-        float((made[name].argmax(-1) == labels).mean()),
+        float((exported[name].argmax(-1) == labels).mean()),
     )

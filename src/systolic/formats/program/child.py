@@ -34,10 +34,10 @@ def main() -> int:
         outcome = {"error": type(error).__name__, "told": str(error)}
     except Exception as error:
         traceback.print_exc()
-        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        reason = " ".join(str(error).split("\n\n")[0].split())[:300]
         outcome = {
             "error": "RunError",
-            "told": f"{request['source']} can't be converted: {type(error).__name__}: {told}",
+            "told": f"{request['source']} can't be converted: {type(error).__name__}: {reason}",
         }
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return 0
@@ -97,13 +97,13 @@ def function_in_file(target: str, signature: str | None, example: Any) -> Any:
         OptionError: the file or the function fails.
         DataError: it returned something else.
     """
+    from systolic.models.program.config import made_by
     from systolic.models.program.keras_function import keras_function
-    from systolic.models.program.making import made_by
     from systolic.models.program.torch_function import torch_function
 
     del signature, example
-    name, colon, given = target.rpartition(":")
-    path, wanted = (Path(name), given) if colon else (Path(target), FUNCTION)
+    name, colon, named = target.rpartition(":")
+    path, wanted = (Path(name), named) if colon else (Path(target), FUNCTION)
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give a Python file as path/to/file.py:function")
     text = path.read_text(errors="replace")

@@ -23,19 +23,13 @@ from systolic.core.files import digest
 from systolic.formats.bundle import FILE, MOST_BYTES, PRECISION
 from systolic.formats.comparison import check_passed
 from systolic.formats.packages import ended, last_line, run_module
-from systolic.formats.program.model import (
-    PROGRAM,
-    SAMPLE,
-    TOLERANCE,
-    WEIGHTS,
-    Description,
-    ExportedProgram,
-)
+from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description
+from systolic.formats.program.model import ExportedProgram
 from systolic.runs.bundle.folder import BundleDraft, draft, model_record
 from systolic.runs.bundle.record import ImportedFrom, Recorded
 from systolic.runs.bundle.tensors import TensorSpec, read_header
 
-_MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
+_MISTAKES = {kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, RunError)}
 LOG = "log.txt"
 
 
@@ -121,7 +115,7 @@ def convert(request: ProgramRequest, folder: Path) -> Description:
     """
     from systolic.formats.program.child import OUTCOME
 
-    asked = {
+    message = {
         "source": request.source,
         "read": request.read,
         "folder": str(folder),
@@ -129,7 +123,7 @@ def convert(request: ProgramRequest, folder: Path) -> Description:
         "example": None if request.how.example is None else str(request.how.example),
     }
     python = str(request.how.python or sys.executable)
-    code = run_module(python, "systolic.formats.program.child", [json.dumps(asked)], folder / LOG)
+    code = run_module(python, "systolic.formats.program.child", [json.dumps(message)], folder / LOG)
     answer = folder / OUTCOME
     if not answer.is_file():
         raise RunError(
@@ -163,11 +157,11 @@ def compare(bundle: Path, scratch: Path) -> ProgramParity:
 
 
 def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
-    told = outcome["told"]
+    text = outcome["told"]
     if outcome["error"] == MissingExtraError.__name__:
-        feature, _, rest = told.partition(" needs packages")
+        feature, _, rest = text.partition(" needs packages")
         return MissingExtraError(feature, rest.rpartition("[")[2].rstrip("]'"))
-    return _MISTAKES.get(outcome["error"], RunError)(told)
+    return _MISTAKES.get(outcome["error"], RunError)(text)
 
 
 def import_program(
@@ -244,4 +238,4 @@ def _fill(bundle: BundleDraft, scratch: Path) -> int:
 
     bundle.add(PROGRAM, (scratch / PROGRAM).read_bytes())
     bundle.weights(planned, pieces, lambda _: None)
-    return sum(one.nbytes for one in planned)
+    return sum(spec.nbytes for spec in planned)

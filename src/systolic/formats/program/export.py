@@ -11,7 +11,14 @@ import jax.export
 import numpy as np
 
 from systolic.core.errors import OptionError, SystolicError
-from systolic.formats.program.model import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description, Port
+from systolic.formats.program.description import (
+    PROGRAM,
+    SAMPLE,
+    TOLERANCE,
+    WEIGHTS,
+    Description,
+    Port,
+)
 from systolic.models.program.function import Named, PureFunction, without_mask
 from systolic.runs.bundle.tensors import TensorSpec, write
 from systolic.steps import flops
@@ -32,9 +39,9 @@ class Examined:
     """Whether an example's outputs are the same whatever the others are and however many."""
 
 
-def relative_error(made: np.ndarray, wanted: np.ndarray) -> float:
+def relative_error(answer: np.ndarray, wanted: np.ndarray) -> float:
     """Largest difference over the largest magnitude of ``wanted``; infinite where only one is NaN or infinite."""
-    there, here = (np.asarray(one).astype(np.float64) for one in (wanted, made))
+    there, here = (np.asarray(array).astype(np.float64) for array in (wanted, answer))
     if not there.size:
         return 0.0
     same = (there == here) | (np.isnan(there) & np.isnan(here))
@@ -46,9 +53,9 @@ def relative_error(made: np.ndarray, wanted: np.ndarray) -> float:
     return float(apart.max() / max(finite.max(initial=0.0), 1e-30))
 
 
-def agree(made: np.ndarray, wanted: np.ndarray) -> bool:
+def agree(answer: np.ndarray, wanted: np.ndarray) -> bool:
     """Whether arrays have one shape and differ by no more than the tolerance."""
-    return made.shape == wanted.shape and relative_error(made, wanted) <= TOLERANCE
+    return answer.shape == wanted.shape and relative_error(answer, wanted) <= TOLERANCE
 
 
 def examine(run: Run, example: Named, batched: frozenset[str]) -> Examined:
@@ -67,8 +74,8 @@ def examine(run: Run, example: Named, batched: frozenset[str]) -> Examined:
     for more in (_drawn, _rolled):
         drawn = _batch(example, batched, count, more, 0)
         inputs = {
-            name: np.concatenate([one, drawn[name]]) if name in batched else one
-            for name, one in example.items()
+            name: np.concatenate([array, drawn[name]]) if name in batched else array
+            for name, array in example.items()
         }
         if (outputs := _outputs(run, inputs)) is not None:
             return _of_any_size(run, inputs, outputs, batched, count)
@@ -86,16 +93,16 @@ def _of_any_size(
             name: input_[start:stop] if name in batched else input_
             for name, input_ in inputs.items()
         }
-        made = _outputs(run, some)
-        if made is None:
+        answers = _outputs(run, some)
+        if answers is None:
             continue
         if rows is None:
-            rows = {name for name, one in made.items() if one.shape != outputs[name].shape}
+            rows = {name for name, answer in answers.items() if answer.shape != outputs[name].shape}
             for name in rows:
-                _check_first(name, outputs[name].shape, total, made[name].shape, stop - start)
-        for name, one in made.items():
+                _check_first(name, outputs[name].shape, total, answers[name].shape, stop - start)
+        for name, answer in answers.items():
             whole = outputs[name][start:stop] if name in rows else outputs[name]
-            independent &= agree(one, whole)
+            independent &= agree(answer, whole)
     return Examined(
         inputs=inputs,
         outputs=outputs,
@@ -109,8 +116,8 @@ def _of_one_size(run: Run, example: Named, batched: frozenset[str], count: int) 
     inputs, outputs, draw = dict(example), run(example), _rolled
     for more in (_drawn, _rolled):
         drawn = _batch(example, batched, count, more, 0)
-        if (made := _outputs(run, drawn)) is not None:
-            inputs, outputs, draw = drawn, made, more
+        if (answers := _outputs(run, drawn)) is not None:
+            inputs, outputs, draw = drawn, answers, more
             break
     rows = frozenset(
         name for name, output in outputs.items() if output.ndim and len(output) == count
@@ -120,15 +127,15 @@ def _of_one_size(run: Run, example: Named, batched: frozenset[str], count: int) 
         other = _batch(example, batched, count, draw, 1)
         for name in batched:
             other[name][kept] = inputs[name][kept]
-        made = _outputs(run, other)
-        if made is None:
+        answers = _outputs(run, other)
+        if answers is None:
             independent = False
             continue
-        for name, one in made.items():
+        for name, answer in answers.items():
             here = outputs[name]
-            if agree(one, here) or (name in rows and agree(one[kept], here[kept])):
+            if agree(answer, here) or (name in rows and agree(answer[kept], here[kept])):
                 continue
-            _check_elsewhere(name, one, here, count, kept)
+            _check_elsewhere(name, answer, here, count, kept)
             independent = False
     return Examined(inputs=inputs, outputs=outputs, batched=rows, independent=independent)
 
@@ -141,13 +148,15 @@ def _check_first(
         raise _misplaced(name, f"{list(many)} for {total} examples and {list(few)} for {count}")
 
 
-def _check_elsewhere(name: str, made: np.ndarray, here: np.ndarray, count: int, kept: int) -> None:
+def _check_elsewhere(
+    name: str, answer: np.ndarray, here: np.ndarray, count: int, kept: int
+) -> None:
     """Refuses an output of which an example has its own part in another dim, or several rows."""
     parts = []
     if here.ndim > 1 and here.shape[1] == count:
-        parts.append((made[:, kept], here[:, kept]))
+        parts.append((answer[:, kept], here[:, kept]))
     if here.ndim and len(here) > count and len(here) % count == 0:
-        parts.append(tuple(one.reshape(count, -1)[kept] for one in (made, here)))
+        parts.append(tuple(array.reshape(count, -1)[kept] for array in (answer, here)))
     if any(agree(*pair) for pair in parts):
         raise _misplaced(name, f"{list(here.shape)} for {count} examples")
 
@@ -162,8 +171,8 @@ def _batch(
     example: Named, batched: frozenset[str], count: int, more: Any, turn: int
 ) -> dict[str, np.ndarray]:
     return {
-        name: more(one, count, 2 * place + turn) if name in batched else one
-        for place, (name, one) in enumerate(example.items())
+        name: more(array, count, 2 * place + turn) if name in batched else array
+        for place, (name, array) in enumerate(example.items())
     }
 
 
@@ -249,7 +258,9 @@ def _batched(example: Named) -> frozenset[str]:
     first = next(iter(example.values()))
     if not first.ndim:
         raise OptionError("the first example input is a number; give one with a batch dim first")
-    return frozenset(name for name, one in example.items() if one.ndim and len(one) == len(first))
+    return frozenset(
+        name for name, array in example.items() if array.ndim and len(array) == len(first)
+    )
 
 
 def _vectorised(
@@ -257,9 +268,11 @@ def _vectorised(
 ) -> Program:
     def program(weights: Named, inputs: Named) -> dict[str, Any]:
         def single(each: Mapping[str, Any]) -> dict[str, Any]:
-            lifted = {name: one[None] if name in batched else one for name, one in each.items()}
+            lifted = {
+                name: array[None] if name in batched else array for name, array in each.items()
+            }
             result = _whole(function)(weights, lifted)
-            return {name: one[0] if name in outputs else one for name, one in result.items()}
+            return {name: array[0] if name in outputs else array for name, array in result.items()}
 
         axes = {name: 0 if name in batched else None for name in inputs}
         return jax.vmap(single, in_axes=(axes,))(dict(inputs))
@@ -283,10 +296,10 @@ def _agrees(program: Program, weights: Named, examined: Examined) -> bool:
     except Exception:  # the reason comes with the export that is tried next
         return False
 
-    def wanted(name: str, one: np.ndarray) -> np.ndarray:
+    def wanted(name: str, array: np.ndarray) -> np.ndarray:
         # One for a whole call is repeated for each example.
         count = len(outputs[name])
-        return one if name in examined.batched else np.broadcast_to(one, (count, *one.shape))
+        return array if name in examined.batched else np.broadcast_to(array, (count, *array.shape))
 
     return all(
         name in outputs and agree(outputs[name], wanted(name, output))
@@ -303,22 +316,22 @@ def _export(
 ) -> jax.export.Exported:
     size = jax.export.symbolic_shape("batch")[0] if batch is None else batch
 
-    def shape(name: str, one: np.ndarray) -> jax.ShapeDtypeStruct:
-        dims = (size, *one.shape[1:]) if name in batched else one.shape
-        return jax.ShapeDtypeStruct(dims, one.dtype)
+    def shape(name: str, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        dims = (size, *array.shape[1:]) if name in batched else array.shape
+        return jax.ShapeDtypeStruct(dims, array.dtype)
 
-    given = {name: shape(name, one) for name, one in example.items()}
+    inputs = {name: shape(name, array) for name, array in example.items()}
     like = {
         name: jax.ShapeDtypeStruct(weight.shape, weight.dtype) for name, weight in weights.items()
     }
     try:
-        return jax.export.export(jax.jit(program), platforms=PLATFORMS)(like, given)
+        return jax.export.export(jax.jit(program), platforms=PLATFORMS)(like, inputs)
     except SystolicError:
         raise
     except Exception as error:
-        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        reason = " ".join(str(error).split("\n\n")[0].split())[:300]
         raise OptionError(
-            f"the model does not lower for {', '.join(PLATFORMS)}: {type(error).__name__}: {told}; replace that operation"
+            f"the model does not lower for {', '.join(PLATFORMS)}: {type(error).__name__}: {reason}; replace that operation"
         ) from error
 
 
@@ -334,7 +347,10 @@ def _described(
     example = (
         function.example
         if batch
-        else {name: one[:1] if name in batched else one for name, one in function.example.items()}
+        else {
+            name: input_[:1] if name in batched else input_
+            for name, input_ in function.example.items()
+        }
     )
     outputs = jax.eval_shape(program, weights, example)
     size = batch or 1
@@ -348,20 +364,20 @@ def _described(
         jax=jax.__version__,
         digest=digest,
         platforms=PLATFORMS,
-        inputs={name: port(one, name in batched) for name, one in example.items()},
+        inputs={name: port(input_, name in batched) for name, input_ in example.items()},
         outputs={
             name: Port(
                 shape=tuple(
-                    one.shape if batch and name not in examination.batched else one.shape[1:]
+                    output.shape if batch and name not in examination.batched else output.shape[1:]
                 ),
-                dtype=str(one.dtype),
+                dtype=str(output.dtype),
                 batched=name in examination.batched,
             )
-            for name, one in outputs.items()
+            for name, output in outputs.items()
         },
         trained=tuple(function.trained),
         state=tuple(function.state),
-        parameters=sum(one.size for one in function.trained.values()),
+        parameters=sum(weight.size for weight in function.trained.values()),
         batch=batch,
         independent=examination.independent,
         flops_per_example=flops.count(program, weights, example) / size,
@@ -371,7 +387,7 @@ def _described(
 def _save(file: Path, arrays: Named) -> None:
     whole = {name: np.asarray(array) for name, array in arrays.items()}
     planned = [
-        TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()
+        TensorSpec(name=name, shape=array.shape, dtype=array.dtype) for name, array in whole.items()
     ]
     with file.open("wb") as out:
         write(out, planned, whole.values(), {})

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, RunError, SystolicError
+from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, Description
 from systolic.formats.program.export import relative_error
-from systolic.formats.program.model import PROGRAM, SAMPLE, TOLERANCE, Description, ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.models.program.function import Named, PureFunction
 from systolic.runs.bundle.tensors import SUFFIX, read_header
 
@@ -55,7 +56,7 @@ def _loaded(folder: Path, known: Description) -> PureFunction:
         ) from error
     arrays = {}
     for part in sorted(folder.glob(f"weights*{SUFFIX}")):
-        arrays |= {name: one.read() for name, one in read_header(part)[0].items()}
+        arrays |= {name: tensor.read() for name, tensor in read_header(part)[0].items()}
     missing = [name for name in (*known.trained, *known.state) if name not in arrays]
     if missing:
         raise NotFoundError(f"{folder} lacks the weights of {missing[0]}; copy the whole folder")
@@ -81,16 +82,17 @@ class _Reloaded:
         """See :class:`PureFunction`."""
         del train, key
         weights = {
-            name: jnp.asarray(one, self.dtypes[name]) for name, one in {**trained, **state}.items()
+            name: jnp.asarray(array, self.dtypes[name])
+            for name, array in {**trained, **state}.items()
         }
-        given = {}
-        for name, one in self.known.inputs.items():
-            array = jnp.asarray(inputs[name], one.dtype)
+        arrays = {}
+        for name, port in self.known.inputs.items():
+            array = jnp.asarray(inputs[name], port.dtype)
             # A batch repeats what is the same for all its examples.
-            given[name] = array if one.batched else array[0]
+            arrays[name] = array if port.batched else array[0]
         if self.known.batch is None:
-            return dict(self.program.call(weights, given)), dict(state)
-        return self._in_groups(weights, given, self.known.batch), dict(state)
+            return dict(self.program.call(weights, arrays)), dict(state)
+        return self._in_groups(weights, arrays, self.known.batch), dict(state)
 
     def _in_groups(self, weights: Named, inputs: dict[str, Any], size: int) -> dict[str, Any]:
         """The program on groups of the examples that it was exported for, the last one padded with zeros.
@@ -112,16 +114,16 @@ class _Reloaded:
             pads = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
             return jnp.pad(array, pads).reshape(groups, size, *array.shape[1:])
 
-        def rows(name: str, one: Any) -> Any:
+        def rows(name: str, output: Any) -> Any:
             if self.known.outputs[name].batched:
-                return one.reshape(-1, *one.shape[2:])[:count]
-            return jnp.repeat(one, size, axis=0)[:count]
+                return output.reshape(-1, *output.shape[2:])[:count]
+            return jnp.repeat(output, size, axis=0)[:count]
 
         grouped = jax.lax.map(
             lambda group: self.program.call(weights, {**group, **rest}),
             jax.tree.map(split, batched),
         )
-        return {name: rows(name, one) for name, one in grouped.items()}
+        return {name: rows(name, output) for name, output in grouped.items()}
 
 
 FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
@@ -150,35 +152,36 @@ def replayed(folder: Path, sample_file: Path) -> dict[str, Any]:
     """
     known = ExportedProgram.of(folder).about
     function = exported_function(folder, known)
-    arrays = {name: one.read() for name, one in read_header(sample_file)[0].items()}
+    arrays = {name: tensor.read() for name, tensor in read_header(sample_file)[0].items()}
     sample = {name[6:]: array for name, array in arrays.items() if name.startswith("input:")}
     wanted = {name[7:]: array for name, array in arrays.items() if name.startswith("output:")}
     ports = known.inputs
-    count = next(len(one) for name, one in sample.items() if ports[name].batched)
+    count = next(len(input_) for name, input_ in sample.items() if ports[name].batched)
     inputs = {
-        name: one if ports[name].batched else np.broadcast_to(one, (count, *one.shape))
-        for name, one in sample.items()
+        name: input_ if ports[name].batched else np.broadcast_to(input_, (count, *input_.shape))
+        for name, input_ in sample.items()
     }
     run = jax.jit(
-        lambda trained, state, given: function.call(trained, state, given, False, None)[0]
+        lambda trained, state, batch: function.call(trained, state, batch, False, None)[0]
     )
     answers = jax.device_get(run(dict(function.trained), dict(function.state), inputs))
     answers = {
-        name: one if known.outputs[name].batched else one[0] for name, one in answers.items()
+        name: output if known.outputs[name].batched else output[0]
+        for name, output in answers.items()
     }
     measured = differences(answers, wanted, known.framework)
     return {"framework": known.framework, "rows": count, **measured}
 
 
-def differences(made: Named, wanted: Named, framework: str) -> dict[str, float]:
+def differences(answers: Named, wanted: Named, framework: str) -> dict[str, float]:
     """Largest and mean differences over all outputs, and both relative to the largest magnitude of the same output.
 
     Raises:
         RunError: an output has another shape.
     """
     relative, apart, shares = 0.0, [], []
-    for name, one in wanted.items():
-        here, there = np.asarray(made[name], np.float64), np.asarray(one, np.float64)
+    for name, expected in wanted.items():
+        here, there = np.asarray(answers[name], np.float64), np.asarray(expected, np.float64)
         if here.shape != there.shape:
             raise RunError(
                 f"output {name} is {list(here.shape)} here and {list(there.shape)} in {framework}; report this as a defect"

@@ -98,16 +98,16 @@ class _Graph:
             return self._made[shapes]
         called = self.restored.signatures[self.name]
         wrapped = tf.function(
-            lambda *given: called(**dict(zip(self.inputs, given, strict=True))), autograph=False
+            lambda *inputs: called(**dict(zip(self.inputs, inputs, strict=True))), autograph=False
         )
         kinds = [input_.dtype for input_ in self.inputs.values()]
-        given = [np.zeros(size, kind) for size, kind in zip(shapes, kinds, strict=True)]
+        zeros = [np.zeros(size, kind) for size, kind in zip(shapes, kinds, strict=True)]
         try:
-            self._made[shapes] = tf2jax.convert(wrapped, *given)
+            self._made[shapes] = tf2jax.convert(wrapped, *zeros)
         except Exception as error:
-            told = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise OptionError(
-                f"signature {self.name} of {self.folder} does not convert: {told}; replace that operation in the TensorFlow model"
+                f"signature {self.name} of {self.folder} does not convert: {reason}; replace that operation in the TensorFlow model"
             ) from error
         return self._made[shapes]
 
@@ -116,10 +116,10 @@ class _Graph:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See :class:`PureFunction`."""
         del train, key
-        given = [inputs[input_] for input_ in self.inputs]
-        function, _ = self.converted(tuple(tuple(one.shape) for one in given))
-        made, _ = function({**trained, **state}, *given)
-        return outputs_of(made, (jax.Array, np.ndarray)), dict(state)
+        arrays = [inputs[input_] for input_ in self.inputs]
+        function, _ = self.converted(tuple(tuple(array.shape) for array in arrays))
+        outputs, _ = function({**trained, **state}, *arrays)
+        return outputs_of(outputs, (jax.Array, np.ndarray)), dict(state)
 
     def in_tensorflow(self, inputs: Named) -> dict[str, np.ndarray]:
         """The signature's own outputs."""
@@ -127,17 +127,19 @@ class _Graph:
 
         called = self.restored.signatures[self.name]
         outputs = called(**{input_: tf.constant(inputs[input_]) for input_ in self.inputs})
-        return {key: narrowed(one.numpy()) for key, one in outputs_of(outputs, tf.Tensor).items()}
+        return {
+            key: narrowed(output.numpy()) for key, output in outputs_of(outputs, tf.Tensor).items()
+        }
 
 
-def _signature(folder: Path, restored: Any, asked: str | None) -> tuple[str, Any]:
+def _signature(folder: Path, restored: Any, chosen: str | None) -> tuple[str, Any]:
     known = dict(restored.signatures)
     if not known:
         raise NotFoundError(
             f"{folder} has no signatures; save it with tf.saved_model.save(module, path, signatures=…)"
         )
-    name = asked or (SERVING if SERVING in known else next(iter(known)))
-    if asked is None and SERVING not in known and len(known) > 1:
+    name = chosen or (SERVING if SERVING in known else next(iter(known)))
+    if chosen is None and SERVING not in known and len(known) > 1:
         raise OptionError(
             f"{folder} has the signatures {', '.join(sorted(known))}; choose one with --signature"
         )

@@ -64,10 +64,10 @@ def export_saved_model(
         differences = {}
         for name, function in model.functions.items():
             say(f"comparing {name}")
-            given = examples.compared(function)
-            source = [model.source_outputs(name, inputs) for inputs in given]
+            batches = examples.compared(function)
+            source = [model.source_outputs(name, inputs) for inputs in batches]
             answers = [
-                _loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(given))
+                _loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(batches))
             ]
             differences[name] = joined(list(zip(source, answers, strict=True)), examples.rows)
             differences[name].check(f"signature {name} of the SavedModel", model.tolerance)
@@ -138,10 +138,10 @@ def _run(python: str, work: Path) -> None:
     failure = work / FAILURE
     if not failure.is_file():
         raise RunError(f"TensorFlow's process {ended(code)}; {last_line(log)}")
-    told = failure.read_text()
+    reason = failure.read_text()
     if code == MISSING:
-        raise MissingExtraError(f"--to savedmodel ({told} of {python})", "tf")
-    raise RunError(f"TensorFlow can't write the model: {told}; nothing was kept")
+        raise MissingExtraError(f"--to savedmodel ({reason} of {python})", "tf")
+    raise RunError(f"TensorFlow can't write the model: {reason}; nothing was kept")
 
 
 def _loaded(file: Path) -> dict[str, np.ndarray]:
@@ -158,9 +158,9 @@ def _readme(model: ExportableModel, out: Path) -> str:
         "",
     ]
     for name, function in model.functions.items():
-        given = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
+        takes = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
         back = ", ".join(f"{key}: {output}" for key, output in model.outputs(name).items())
-        parts += [name, f"  takes   {given}", f"  returns {back}"]
+        parts += [name, f"  takes   {takes}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()
     inputs = ", ".join(f"{key}=..." for key in first.inputs)

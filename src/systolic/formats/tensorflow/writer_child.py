@@ -31,8 +31,8 @@ def main() -> int:
         run(request, work)
     except Exception as error:
         traceback.print_exc()
-        told = " ".join(str(error).split("\n\n")[0].split())[:300]
-        (work / FAILURE).write_text(f"{type(error).__name__}: {told}")
+        reason = " ".join(str(error).split("\n\n")[0].split())[:300]
+        (work / FAILURE).write_text(f"{type(error).__name__}: {reason}")
         return 1
     return 0
 
@@ -43,13 +43,13 @@ def write(request: dict[str, Any], work: Path) -> None:
     import tensorflow as tf  # ty: ignore[import-not-found]
 
     module = tf.Module()
-    paths = [one["path"] for one in request["params"]]
+    paths = [param["path"] for param in request["params"]]
     variables = []
     with np.load(work / PARAMS) as raw:
-        for number, one in enumerate(request["params"]):
-            dtype = ml_dtypes.bfloat16 if one["dtype"] == "bfloat16" else one["dtype"]
-            array = raw[str(number)].view(dtype).reshape(one["shape"])
-            variables.append(tf.Variable(array, trainable=False, name=one["path"]))
+        for number, param in enumerate(request["params"]):
+            dtype = ml_dtypes.bfloat16 if param["dtype"] == "bfloat16" else param["dtype"]
+            array = raw[str(number)].view(dtype).reshape(param["shape"])
+            variables.append(tf.Variable(array, trainable=False, name=param["path"]))
     module.params = variables
     signatures = {
         name: _signature(about, paths, variables, request["platforms"], work)
@@ -74,8 +74,8 @@ def _signature(
         for key, input_ in inputs.items()
     }
 
-    def call(arrays: list[Any], given: dict[str, Any]) -> Any:
-        return program.call(dict(zip(paths, arrays, strict=True)), given)
+    def call(arrays: list[Any], batch: dict[str, Any]) -> Any:
+        return program.call(dict(zip(paths, arrays, strict=True)), batch)
 
     converted = jax2tf.convert(
         call,
@@ -84,7 +84,7 @@ def _signature(
         with_gradient=False,
         native_serialization_platforms=platforms,
     )
-    function = tf.function(lambda **given: converted(variables, given), autograph=False)
+    function = tf.function(lambda **batch: converted(variables, batch), autograph=False)
     return function.get_concrete_function(
         **{
             key: tf.TensorSpec(
@@ -105,8 +105,8 @@ def run(request: dict[str, Any], work: Path) -> None:
     for name, about in request["functions"].items():
         for number in range(about["calls"]):
             with np.load(work / f"{name}.{number}.npz") as inputs:
-                given = {key: tf.constant(inputs[key]) for key in about["inputs"]}
-            outputs = {key: one.numpy() for key, one in signatures[name](**given).items()}
+                tensors = {key: tf.constant(inputs[key]) for key in about["inputs"]}
+            outputs = {key: output.numpy() for key, output in signatures[name](**tensors).items()}
             np.savez(work / f"{name}.{number}.outputs.npz", **outputs)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         MeasuredModel,
         Predictions,
         TextPiece,
+        Verified,
     )
-    from systolic.inference.verification import Verified
 
 SHOWN = 4
 """Numbers of a vector that are printed."""
@@ -80,7 +80,9 @@ def show_predictions(predictions: "Predictions", *, json: bool = False) -> int:
         print_json(predictions.to_json())
     elif predictions.outputs:
         arrays = predictions.outputs.items()
-        print(f"{out}: {', '.join(f'{name} {one.dtype}{list(one.shape)}' for name, one in arrays)}")
+        print(
+            f"{out}: {', '.join(f'{name} {array.dtype}{list(array.shape)}' for name, array in arrays)}"
+        )
     elif out is not None:
         print(f"{out}: answers for {plural(predictions.rows, 'row')}")
     if failed and out is None:

@@ -79,10 +79,15 @@ class LatentAttention(nnx.Module):
         )
         return (turned, narrow), (shared, latent)
 
-    def answer(self, found: jax.Array) -> jax.Array:
+    def answer(self, weighted: jax.Array) -> jax.Array:
         """Values [batch, n, heads, v_head_dim] of what was read of the latents, [batch, n, heads, kv_lora_rank]."""
         return product(
-            self.target, "bshr,rhe->bshe", found, self.value[...], self.config.rounding, heads=True
+            self.target,
+            "bshr,rhe->bshe",
+            weighted,
+            self.value[...],
+            self.config.rounding,
+            heads=True,
         )
 
     def _queries(
@@ -98,11 +103,11 @@ class LatentAttention(nnx.Module):
                 self.config.rounding,
                 heads=True,
             )
-            given = self._whole(self.query_norm(self._parted(narrow)))
+            inputs = self._whole(self.query_norm(self._parted(narrow)))
         else:
-            given = gathered(self.target, x)
+            inputs = gathered(self.target, x)
         query = product(
-            self.target, "bsr,rhe->bshe", given, self.query[...], self.config.rounding, heads=True
+            self.target, "bsr,rhe->bshe", inputs, self.query[...], self.config.rounding, heads=True
         )
         plain, turned = jnp.split(query, [self.config.latent.qk_nope_head_dim], axis=-1)
         return plain, rope(turned, positions, rotary)
@@ -111,10 +116,10 @@ class LatentAttention(nnx.Module):
         self, x: jax.Array, positions: jax.Array, rotary: Rotary
     ) -> tuple[jax.Array, jax.Array]:
         """The key of all heads, rotated, [batch, sequence, rope], and the latent [batch, sequence, kv_lora_rank]."""
-        made = self._parted(
+        projected = self._parted(
             product(self.target, "bsd,dr->bsr", x, self.down[...], self.config.rounding, heads=True)
         )
-        latent, shared = jnp.split(made, [self.config.latent.kv_lora_rank], axis=-1)
+        latent, shared = jnp.split(projected, [self.config.latent.kv_lora_rank], axis=-1)
         both = self._whole(jnp.concatenate([self.norm(latent), shared], axis=-1))
         latent, shared = jnp.split(both, [self.config.latent.kv_lora_rank], axis=-1)
         return rope(shared[:, :, None], positions, rotary)[:, :, 0], latent
@@ -198,10 +203,10 @@ class DecoderBlock(nnx.Module):
         return name(query, "query"), name(key, "key"), name(value, "value")
 
     def _heads(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-        made = product(
+        projected = product(
             self.target, "bsd,dhe->bshe", x, matrix[...], self.config.rounding, heads=True
         )
-        return added(made, bias, dims=2)
+        return added(projected, bias, dims=2)
 
     def merge(
         self,
@@ -256,13 +261,13 @@ class DecoderBlock(nnx.Module):
         The rows are [batch, sequence, kv_heads, head_dim] each: keys and values, or a key shared by all heads and the latents.
         """
         with jax.named_scope("attention"):
-            given = self.attention_norm(x)
+            normed = self.attention_norm(x)
             if self.latent is None:
-                query, key, value = self.project(given, positions, masking.window)
+                query, key, value = self.project(normed, positions, masking.window)
                 kept = (key, value)
             else:
                 rotary = self.config.rotary(masking.window)
-                query, key, value, kept = self.latent.project(given, positions, rotary)
+                query, key, value, kept = self.latent.project(normed, positions, rotary)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
             key, value = (
@@ -277,22 +282,25 @@ class DecoderBlock(nnx.Module):
         self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which holds the tokens before it."""
-        asked = self.ask(x, positions, window)
+        cache_rows = self.ask(x, positions, window)
         sight = Sight(positions, window, self.attention_logits, self.config.rolling)
-        parts = [ScorePart(*part) for part in zip(asked.queries, asked.rows, cached, strict=False)]
-        found = attend_one(parts[::-1], asked.rows[1], cached[1], sight).astype(x.dtype)
-        return self.answer(found), asked.rows
+        parts = [
+            ScorePart(*part)
+            for part in zip(cache_rows.queries, cache_rows.rows, cached, strict=False)
+        ]
+        weighted = attend_one(parts[::-1], cache_rows.rows[1], cached[1], sight).astype(x.dtype)
+        return self.answer(weighted), cache_rows.rows
 
     def ask(self, x: jax.Array, positions: jax.Array, window: int) -> CacheRows:
         """Queries and rows of new tokens x [batch, n, d_model] at ``positions`` int32[batch, n]."""
-        given = self.attention_norm(x)
+        normed = self.attention_norm(x)
         dtype = plain_dtype(self.target, x.dtype)
         if self.latent is not None:
-            queries, rows = self.latent.ask(given, positions, self.config.rotary(window))
+            queries, rows = self.latent.ask(normed, positions, self.config.rotary(window))
             return CacheRows(tuple(query.astype(dtype) for query in queries), rows)
-        query, key, value = self.project(given, positions, window)
+        query, key, value = self.project(normed, positions, window)
         return CacheRows((query.astype(dtype),), (key, value))
 
-    def answer(self, found: jax.Array) -> jax.Array:
+    def answer(self, weighted: jax.Array) -> jax.Array:
         """Input of :meth:`merge` from the attended values of a cache, [batch, n, heads, size of a cached value]."""
-        return found if self.latent is None else self.latent.answer(found)
+        return weighted if self.latent is None else self.latent.answer(weighted)

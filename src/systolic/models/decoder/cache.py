@@ -215,10 +215,10 @@ def attend_one(
 
     def scored(query: jax.Array, key: Rows) -> jax.Array:
         codes, scales = (key.codes, key.scales) if isinstance(key, Coded) else (key, None)
-        made = jnp.einsum(
+        scores = jnp.einsum(
             "bkgh,bksh->bkgs", query, codes.astype(dtype), preferred_element_type=jnp.float32
         )
-        return made if scales is None else made * scales[:, :, None].astype(jnp.float32)
+        return scores if scales is None else scores * scales[:, :, None].astype(jnp.float32)
 
     def logits(keys: Sequence[Rows]) -> jax.Array:
         products = [scored(query, key) for query, key in zip(queries, keys, strict=True)]

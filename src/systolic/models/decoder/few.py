@@ -138,13 +138,13 @@ def few_product(
     share = 1 - (1 - chosen.shape[1] / (sizes.experts * ways)) ** sizes.tokens
     expected = max(round(sizes.experts * share), 1)
     with jax.named_scope(f"experts_{expected}_of_{sizes.experts}"):
-        made = _call(mlp, sizes, biases != (), _scaled(matrices), expected, interpret)(
+        sums = _call(mlp, sizes, biases != (), _scaled(matrices), expected, interpret)(
             *visits(hot.any((0, 1))),
             jnp.pad(x, padding),
             jnp.pad(shares, padding),
             *_operands(sizes, matrices, biases),
         )
-    return made.sum(0)[: sizes.tokens].astype(x.dtype)
+    return sums.sum(0)[: sizes.tokens].astype(x.dtype)
 
 
 def visits(active: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -171,17 +171,17 @@ def _operands(
     """Matrices with the hidden units as rows, then scales, then biases: of hidden units [experts, tiles, 1, tile], of down [experts, 1, d_model]."""
     assert sizes.tile is not None
     tiles = (sizes.experts, -1, 1, sizes.tile)
-    codes = [one.codes if isinstance(one, Quantized) else one for one in matrices]
-    found = [jnp.swapaxes(codes[0], 1, 2), jnp.swapaxes(codes[1], 1, 2), codes[2]]
+    codes = [matrix.codes if isinstance(matrix, Quantized) else matrix for matrix in matrices]
+    operands = [jnp.swapaxes(codes[0], 1, 2), jnp.swapaxes(codes[1], 1, 2), codes[2]]
     if _scaled(matrices):
         # The sums over inputs have one scale each, which may be one of all outputs.
-        scales = [one.scales.astype(jnp.float32) for one in matrices]
+        scales = [matrix.scales.astype(jnp.float32) for matrix in matrices]
         wide = [
-            jnp.broadcast_to(scale, (one.shape[0], 1, one.shape[2]))
-            for scale, one in zip(scales, matrices, strict=True)
+            jnp.broadcast_to(scale, (matrix.shape[0], 1, matrix.shape[2]))
+            for scale, matrix in zip(scales, matrices, strict=True)
         ]
-        found += [wide[0].reshape(tiles), wide[1].reshape(tiles), wide[2]]
-    return found + [bias.reshape(tiles) for bias in biases]
+        operands += [wide[0].reshape(tiles), wide[1].reshape(tiles), wide[2]]
+    return operands + [bias.reshape(tiles) for bias in biases]
 
 
 def _call(
@@ -275,15 +275,17 @@ def _kernel(mlp: Mlp, scaled: bool, biased: bool, count: Any, experts: Any, *ref
                 preferred_element_type=jnp.float32,
             )
 
-        made = [product(tokens, gate, 1), product(tokens, up, 1)]
+        projected = [product(tokens, gate, 1), product(tokens, up, 1)]
         if scaled:
-            made = [one * scales[...] for one, scales in zip(made, more[:2], strict=True)]
-        if biased:
-            made = [
-                one + bias[...].astype(jnp.float32)
-                for one, bias in zip(made, more[-2:], strict=True)
+            projected = [
+                hidden * scales[...] for hidden, scales in zip(projected, more[:2], strict=True)
             ]
-        done = product(gated(mlp, *made).astype(tokens.dtype), down, 0)
+        if biased:
+            projected = [
+                hidden + bias[...].astype(jnp.float32)
+                for hidden, bias in zip(projected, more[-2:], strict=True)
+            ]
+        done = product(gated(mlp, *projected).astype(tokens.dtype), down, 0)
         if scaled:
             done = done * more[2][...]
         own = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == experts[at]

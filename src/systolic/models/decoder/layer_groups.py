@@ -89,7 +89,7 @@ class Stretch(NamedTuple):
             and EXPERTS in (variable.get_metadata().get("out_sharding") or ())
         ]
         paths = {path for path, _ in experts}
-        light = nnx.from_flat_state([one for one in flat if one[0] not in paths])
+        light = nnx.from_flat_state([pair for pair in flat if pair[0] not in paths])
 
         def joined(state: Any, number: jax.Array) -> Any:
             heavy = [
@@ -132,14 +132,14 @@ class Stretch(NamedTuple):
         if self.size == 1:
             return steps[0]
 
-        def unit(x: jax.Array, states: Any, given: Any = None) -> tuple[jax.Array, Any]:
+        def unit(x: jax.Array, states: Any, layer_inputs: Any = None) -> tuple[jax.Array, Any]:
             said = []
-            for place, (kind, one) in enumerate(zip(kinds, steps, strict=True)):
+            for place, (kind, layer_step) in enumerate(zip(kinds, steps, strict=True)):
                 own, before = states[kind], sum(counts[:kind])
                 if counts[kind] > 1:
                     own = jax.tree.map(lambda a, n=place - before: a[n], own)
-                x, told = one(x, own, jax.tree.map(lambda a, n=place: a[n], given))
-                said.append(told)
+                x, figure = layer_step(x, own, jax.tree.map(lambda a, n=place: a[n], layer_inputs))
+                said.append(figure)
             return x, join(said)
 
         return unit
@@ -178,28 +178,28 @@ def run_layers(
     groups, left = divmod(layers, len(period))
     inside = groups * len(period)
 
-    def group(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+    def group(x: jax.Array, group_inputs: Any) -> tuple[jax.Array, Any]:
         said = []
         for number, layer in enumerate(period):
             if in_place:
-                own = at(stacked, given * len(period) + number)
+                own = at(stacked, group_inputs * len(period) + number)
             else:
-                own = jax.tree.map(lambda a, number=number: a[number], given)
-            x, told = layer(x, own)
-            said.append(told)
+                own = jax.tree.map(lambda a, number=number: a[number], group_inputs)
+            x, figure = layer(x, own)
+            said.append(figure)
         return x, stack(said)
 
-    found = []
+    figures = []
     if groups:
         split = jax.tree.map(
             lambda a: a[:inside].reshape(groups, len(period), *a.shape[1:]), stacked
         )
         x, said = jax.lax.scan(group, x, jnp.arange(groups) if in_place else split)
-        found.append(jax.tree.map(lambda a: a.reshape(inside, *a.shape[2:]), said))
+        figures.append(jax.tree.map(lambda a: a.reshape(inside, *a.shape[2:]), said))
     for number in range(left):
-        x, told = period[number](x, jax.tree.map(lambda a, n=inside + number: a[n], stacked))
-        found.append(jax.tree.map(lambda a: a[None], told))
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        x, figure = period[number](x, jax.tree.map(lambda a, n=inside + number: a[n], stacked))
+        figures.append(jax.tree.map(lambda a: a[None], figure))
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *figures)
 
 
 def num_microbatches(target: Target, batch: int) -> int:

@@ -152,8 +152,8 @@ class MLP(nnx.Module):
         return name(down, "down"), {}
 
     def _hidden(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-        made = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
-        return name(added(made, bias), "mlp")
+        hidden = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
+        return name(added(hidden, bias), "mlp")
 
 
 MULTIPLIER = 0x9E3779B1
@@ -177,13 +177,13 @@ def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> 
     """
     count = positions.shape[1]
     code = tokens[:, history:].astype(jnp.uint32) + 1
-    found = []
+    codes = []
     for back in range(1, history + 1):
         earlier = tokens[:, history - back : history - back + count].astype(jnp.uint32) + 1
         code = code * jnp.uint32(MULTIPLIER) + jnp.where(positions >= back, earlier, 0)
         mixed = (code ^ (code >> 15)) * jnp.uint32(MULTIPLIER)
-        found.append((mixed >> 16) ^ mixed)
-    return (jnp.stack(found, axis=-1) & jnp.uint32(rows - 1)).astype(jnp.int32)
+        codes.append((mixed >> 16) ^ mixed)
+    return (jnp.stack(codes, axis=-1) & jnp.uint32(rows - 1)).astype(jnp.int32)
 
 
 class NGrams(nnx.Module):
@@ -217,7 +217,7 @@ class NGrams(nnx.Module):
             ids = order.arrange(ids)
         tables = self.target.constrain(self.tables[...], None, "vocab", None)
         looked = [tables[longer][ids[:, :, longer]] for longer in range(self.history)]
-        found, out = jnp.concatenate(looked, axis=-1) * GAIN, self.out[...]
+        embedded, out = jnp.concatenate(looked, axis=-1) * GAIN, self.out[...]
         if isinstance(out, jax.Array):
-            return found @ out  # in float in every precision of training
-        return product(self.target, "bsn,nd->bsd", found, out)
+            return embedded @ out  # in float in every precision of training
+        return product(self.target, "bsn,nd->bsd", embedded, out)

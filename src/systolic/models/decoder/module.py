@@ -205,12 +205,12 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             hidden = gathered(self.target, hidden)
             spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
             if isinstance(matrix, Quantized):
-                made = product(self.target, spec, hidden, matrix)
+                logits = product(self.target, spec, hidden, matrix)
             elif served_on_cpu(self.target, hidden.size // hidden.shape[-1]):
-                made = plain_product(self.target, spec, hidden, matrix)
+                logits = plain_product(self.target, spec, hidden, matrix)
             else:
-                made = hidden @ (matrix.T if tied else matrix)
-            logits = self.target.constrain(made, "batch", "sequence", "vocab")
+                logits = hidden @ (matrix.T if tied else matrix)
+            logits = self.target.constrain(logits, "batch", "sequence", "vocab")
             return soft_cap(logits, self.config.logit_cap)
 
     def score(
@@ -343,9 +343,9 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
 
     def cache_axes(self) -> Any:
         """See :class:`systolic.job.IncrementalDecoder`."""
-        rows, one = (None, "batch", "kv_heads", None, None), ("batch",)
+        rows, row = (None, "batch", "kv_heads", None, None), ("batch",)
         axes: Any = Cache
-        return axes(key=rows, value=rows, length=one, recent=(*one, None))
+        return axes(key=rows, value=rows, length=row, recent=(*row, None))
 
     def _rows(self, capacity: int) -> int:
         """Rows of a cache for ``capacity`` positions."""
@@ -388,7 +388,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             graphs, stacked = stretch.split()
             stacked, joined = self._held(stretch, stacked)
             period = [
-                lambda x, given, unit=unit, joined=joined: unit(x, joined(*given))
+                lambda x, unit_inputs, unit=unit, joined=joined: unit(x, joined(*unit_inputs))
                 for unit in stretch.period(graphs, step, stack)
             ]
             x, rows = run_layers(period, x, (stacked, jnp.arange(stretch.units)), in_place=True)
@@ -426,13 +426,13 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             own = rows if alone else stretch.numbers
             stacked, joined = self._held(stretch, stacked)
             period = [
-                lambda x, given, unit=unit, joined=joined: unit(
-                    x, joined(given[0], given[1]), given[2]
+                lambda x, unit_inputs, unit=unit, joined=joined: unit(
+                    x, joined(unit_inputs[0], unit_inputs[1]), unit_inputs[2]
                 )
                 for unit in stretch.period(graphs, step, stack)
             ]
-            given = (stacked, jnp.arange(stretch.units), own)
-            x, new = run_layers(period, x, given, in_place=True)
+            unit_inputs = (stacked, jnp.arange(stretch.units), own)
+            x, new = run_layers(period, x, unit_inputs, in_place=True)
             parts.append(stretch.flat(new))
         capacity, places = cache.key.shape[3], cache.length
         if self.config.rolling:

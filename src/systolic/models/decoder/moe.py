@@ -69,7 +69,9 @@ def dropless(
     inward, outward = PartitionSpec(experts, None, mlp_axis), PartitionSpec(experts, mlp_axis, None)
 
     biased = PartitionSpec(experts, mlp_axis)
-    gate, up, down = (one.joined() if isinstance(one, Quantized) else one for one in matrices)
+    gate, up, down = (
+        matrix.joined() if isinstance(matrix, Quantized) else matrix for matrix in matrices
+    )
 
     def local(
         x: jax.Array, routing: tuple[jax.Array, jax.Array], matrices: Matrices, biases: Biases
@@ -103,17 +105,17 @@ def dropless(
 def _specs(matrices: Matrices, specs: tuple[PartitionSpec, ...]) -> tuple[Any, ...]:
     """Partition of each matrix; of one in int8 its scales are whole along dims of size 1."""
 
-    def one(matrix: Matrix, spec: PartitionSpec) -> Any:
+    def spec_of(matrix: Matrix, spec: PartitionSpec) -> Any:
         if isinstance(matrix, Layered):
             whole: Any = PartitionSpec()
-            return Layered(stack=one(matrix.stack, PartitionSpec(None, *spec)), number=whole)
+            return Layered(stack=spec_of(matrix.stack, PartitionSpec(None, *spec)), number=whole)
         if not isinstance(matrix, Quantized):
             return spec
         sizes = zip(spec, matrix.scales.shape, strict=True)
         parts = PartitionSpec(*(None if size == 1 else axis for axis, size in sizes))
         return Quantized(codes=spec, scales=parts)  # ty: ignore[invalid-argument-type]
 
-    return tuple(one(*pair) for pair in zip(matrices, specs, strict=True))
+    return tuple(spec_of(*pair) for pair in zip(matrices, specs, strict=True))
 
 
 def _grouped(
@@ -146,11 +148,13 @@ def _grouped(
     def product(x: jax.Array, matrices: Matrix, *, turned: bool = False) -> jax.Array:
         return grouped_product(target, x, matrices, sizes, expected, turned=turned)
 
-    made = [name(product(routed, matrix, turned=target.serves), "mlp") for matrix in (gate, up)]
+    projected = [
+        name(product(routed, matrix, turned=target.serves), "mlp") for matrix in (gate, up)
+    ]
     if biases:
         expert = jnp.minimum(flat[order], own - 1)
-        made = [rows + bias[expert] for rows, bias in zip(made, biases, strict=True)]
-    hidden = gated(mlp, *made)
+        projected = [rows + bias[expert] for rows, bias in zip(projected, biases, strict=True)]
+    hidden = gated(mlp, *projected)
     done = jnp.where(real, product(hidden, down), 0)
     done = done * weights.reshape(-1)[order][:, None].astype(done.dtype)
     return jnp.zeros_like(tokens).at[order // each].add(done).reshape(x.shape)
@@ -216,11 +220,11 @@ def routed_as(router: Router, scores: jax.Array, chosen: jax.Array) -> dict[str,
     first = jax.nn.one_hot(chosen[..., 0], scores.shape[-1], dtype=jnp.float32)
     if router.score is Score.sigmoid:
         scores = scores / (scores.sum(axis=-1, keepdims=True) + LEAST)
-    found = {"load": first.mean(axis=(0, 1)), "score": scores.mean(axis=(0, 1))}
+    figures = {"load": first.mean(axis=(0, 1)), "score": scores.mean(axis=(0, 1))}
     if router.bias:
         every = jax.nn.one_hot(chosen, scores.shape[-1], dtype=jnp.float32)
-        found["chosen"] = every.mean(axis=(0, 1, 2))
-    return found
+        figures["chosen"] = every.mean(axis=(0, 1, 2))
+    return figures
 
 
 def balance(load: jax.Array, score: jax.Array) -> jax.Array:
@@ -286,20 +290,20 @@ class Mixture(nnx.Module):
         had no slot left. All are means over tokens, so that parts of a batch average exactly.
         """
         config = self.config
-        given = gathered(self.target, x)
+        whole = gathered(self.target, x)
         bias = self.bias[...] if config.router.bias else None
         # Rounded to bfloat16, logits would tie or change places (DeepSeek's published code has float32 too).
-        logits = jnp.matmul(given, self.router[...], preferred_element_type=jnp.float32)
+        logits = jnp.matmul(whole, self.router[...], preferred_element_type=jnp.float32)
         if config.router.logit_bias:
             logits = logits + self.router_bias[...].astype(jnp.float32)
         scores, weights, chosen = choose(config.router, config.experts_per_token, logits, bias)
         routing = routed_as(config.router, scores, chosen)
         if config.dispatch is Dispatch.dropless or self._alone(x):
-            out = self._dropless(given, chosen, weights, count)
+            out = self._dropless(whole, chosen, weights, count)
         else:
             places = _places(config, chosen, capacity(config, x.shape[1]), count, order)
             weights = weights * places[0]
-            out = self._slots(given, weights, places[1])
+            out = self._slots(whole, weights, places[1])
             routing["dropped"] = 1 - places[0].astype(jnp.float32).mean()
         if config.expert_bias:
             out = out + self._down_biases(weights, chosen, out.dtype)

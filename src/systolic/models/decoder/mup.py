@@ -59,10 +59,10 @@ class StandardWeights(Mapping[str, Any]):
         array = self._weights[path]
         if path not in self._changes:
             return array
-        given = np.asarray(array)
-        changed = self._changes[path](given.astype(np.float32))
+        values = np.asarray(array)
+        changed = self._changes[path](values.astype(np.float32))
         offset = self._offset and path.endswith("norm/scale")
-        return changed if offset else changed.astype(given.dtype)
+        return changed if offset else changed.astype(values.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -81,11 +81,11 @@ def standard(model: Decoder) -> Decoder:
 
 def _changes(model: Decoder) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """Conversions of weights to the standard parametrisation, by path."""
-    found: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+    changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
     def scaled(path: str, factor: float, offset: float = 0.0) -> None:
         if factor != 1:
-            found[path] = lambda array: (array + offset) * factor - offset
+            changes[path] = lambda array: (array + offset) * factor - offset
 
     if not model.tie_embeddings:
         scaled("embedding", model.embedding_factor)
@@ -102,4 +102,4 @@ def _changes(model: Decoder) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
         else:
             scaled(f"{blocks}/query", attention)
             scaled(f"{blocks}/query_bias", attention)
-    return found
+    return changes

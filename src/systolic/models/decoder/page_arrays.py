@@ -212,7 +212,7 @@ class PageArrays:
         self,
         pages: LayerPages,
         groups: Sequence[PageRows],
-        asked: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
+        cache_rows: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
         window: int,
         logits: Logits,
     ) -> tuple[LayerPages, jax.Array]:
@@ -221,13 +221,13 @@ class PageArrays:
         Args:
             pages: Of the layer.
             groups: Where the tokens are, in order.
-            asked: Queries of keys and, with latents, of values, [tokens, heads, size] each, and new keys and values
+            cache_rows: Queries of keys and, with latents, of values, [tokens, heads, size] each, and new keys and values
                 [tokens, kv_heads, size].
             window: Number of latest positions that are visible; 0 for all.
             logits: Scale, soft cap and sinks.
         """
-        queries, new = asked
-        found, first = [], 0
+        queries, new = cache_rows
+        outputs, first = [], 0
         for group in groups:
             count, length = group.positions.shape
             some = slice(first, first := first + count * length)
@@ -239,8 +239,8 @@ class PageArrays:
 
             pages = self.write(pages, group, (part(new[0]), part(new[1])))
             seen = self.read([part(query) for query in queries], pages, group, window, logits)
-            found.append(seen.reshape(-1, *seen.shape[2:]))
-        return pages, jnp.concatenate(found)
+            outputs.append(seen.reshape(-1, *seen.shape[2:]))
+        return pages, jnp.concatenate(outputs)
 
     def write(
         self, pages: LayerPages, rows: PageRows, new: tuple[jax.Array, jax.Array]
@@ -339,11 +339,11 @@ class PageArrays:
             split = query.reshape(count, length, self.kv_heads, group, -1)
             return split.transpose(2, 0, 3, 1, 4).reshape(self.kv_heads, count, group * length, -1)
 
-        asked = [by_head(query) for query in queries]
-        total = self._products(asked[0], key.astype(dtype)) * of_key
-        if len(asked) == 2:
+        split_queries = [by_head(query) for query in queries]
+        total = self._products(split_queries[0], key.astype(dtype)) * of_key
+        if len(split_queries) == 2:
             latent = jnp.einsum(
-                "krme,krse->krms", asked[1], value, preferred_element_type=jnp.float32
+                "krme,krse->krms", split_queries[1], value, preferred_element_type=jnp.float32
             )
             total = total + latent * of_value
         assert logits.scale is not None
@@ -353,9 +353,9 @@ class PageArrays:
         shares = (shares * of_value).astype(dtype)
         # XLA's CPU kernels of 16-bit operands make float32; other results would convert all values first.
         wide = jnp.float32 if self.target.platform == "cpu" else None
-        found = jnp.einsum("krms,krse->krme", shares, value, preferred_element_type=wide)
-        found = found.astype(dtype).reshape(self.kv_heads, count, group, length, -1)
-        return found.transpose(1, 3, 0, 2, 4).reshape(count, length, heads, -1)
+        weighted = jnp.einsum("krms,krse->krme", shares, value, preferred_element_type=wide)
+        weighted = weighted.astype(dtype).reshape(self.kv_heads, count, group, length, -1)
+        return weighted.transpose(1, 3, 0, 2, 4).reshape(count, length, heads, -1)
 
     def _gathered(
         self, pages: LayerPages, table: jax.Array
@@ -378,8 +378,8 @@ class PageArrays:
             return jnp.einsum("krme,krse->krms", query, key, preferred_element_type=jnp.float32)
         # One product a page: side by side, the pages would have to be turned again.
         wide = jnp.broadcast_to(query[:, :, None], (heads, count, key.shape[2], many, size))
-        made = jnp.einsum("krwme,krwes->krwms", wide, key, preferred_element_type=jnp.float32)
-        return made.swapaxes(2, 3).reshape(heads, count, many, -1)
+        products = jnp.einsum("krwme,krwes->krwms", wide, key, preferred_element_type=jnp.float32)
+        return products.swapaxes(2, 3).reshape(heads, count, many, -1)
 
 
 def narrowed(new: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -392,8 +392,8 @@ def narrowed(new: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def pages_at(table: jax.Array, place: jax.Array) -> jax.Array:
     """Pages of places int32[rows, n]; a place beyond the table is padding's, whose page nobody reads."""
-    found = jnp.take_along_axis(table, jnp.minimum(place, table.shape[1] - 1), axis=1)
-    return jnp.where(place < table.shape[1], found, 0)
+    pages = jnp.take_along_axis(table, jnp.minimum(place, table.shape[1] - 1), axis=1)
+    return jnp.where(place < table.shape[1], pages, 0)
 
 
 def _sinks(logits: Logits, kv_heads: int, length: int) -> jax.Array | None:

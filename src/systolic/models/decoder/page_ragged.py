@@ -133,15 +133,15 @@ class HeadRows:
             query = jnp.where(own, query, 0)
         return self._filled(query.reshape(query.shape[0], -1, self.beside * self.head_dim))
 
-    def answer(self, found: jax.Array) -> jax.Array:
+    def answer(self, weighted: jax.Array) -> jax.Array:
         """Results [tokens, rows x beside x group, width] of :meth:`ask` as [tokens, heads, head_dim]."""
-        found = found[:, :, : self.beside * self.head_dim]
+        weighted = weighted[:, :, : self.beside * self.head_dim]
         if self.beside > 1:
             split = (-1, self.rows, self.beside, self.group, self.beside, self.head_dim)
-            found = found.reshape(split)
-            found = jnp.stack([found[:, :, n, :, n] for n in range(self.beside)], axis=2)
-        found = found.reshape(found.shape[0], -1, self.group, self.head_dim)
-        return found[:, : self.kv_heads].reshape(-1, self.heads, self.head_dim)
+            weighted = weighted.reshape(split)
+            weighted = jnp.stack([weighted[:, :, n, :, n] for n in range(self.beside)], axis=2)
+        weighted = weighted.reshape(weighted.shape[0], -1, self.group, self.head_dim)
+        return weighted[:, : self.kv_heads].reshape(-1, self.heads, self.head_dim)
 
     def _filled(self, rows: jax.Array) -> jax.Array:
         return jnp.pad(rows, ((0, 0), (0, 0), (0, self.width - rows.shape[2])))
@@ -233,12 +233,12 @@ class RaggedArrays:
         self,
         pages: RaggedPages,
         groups: Sequence[PageRows],
-        asked: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
+        cache_rows: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
         window: int,
         logits: Logits,
     ) -> tuple[RaggedPages, jax.Array]:
         """See :meth:`systolic.models.decoder.page_arrays.PageArrays.attend`."""
-        ((query,), (key, value)) = asked
+        ((query,), (key, value)) = cache_rows
         (heads,) = self.target.spec("kv_heads")
         whole, split = PartitionSpec(), PartitionSpec(None, heads)
         of_pages = jax.tree.map(lambda part: PartitionSpec(*[None] * (part.ndim - 2), heads), pages)
@@ -254,21 +254,21 @@ class RaggedArrays:
             new, scales = lying.coded(jnp.stack([key, value], axis=1), pages.both.dtype)
             kept = None if pages.scales is None else write_scales(pages, groups, scales)
             pages = RaggedPages(write(pages.both, groups, new), kept)
-            queries, found, first = lying.ask(query), [], 0
+            queries, outputs, first = lying.ask(query), [], 0
             for group in groups:
                 some = slice(first, first := first + group.positions.size)
-                found.append(attend(queries[some], pages, group, (window, lying), logits))
-            return pages, lying.answer(jnp.concatenate(found))
+                outputs.append(attend(queries[some], pages, group, (window, lying), logits))
+            return pages, lying.answer(jnp.concatenate(outputs))
 
         # The partitioner can't split a kernel: each device has its own heads.
-        written, found = jax.shard_map(
+        written, outputs = jax.shard_map(
             local,
             mesh=self.target.mesh,
             in_specs=(of_pages, whole, split, split, split),
             out_specs=(of_pages, split),
             check_vma=False,
         )(pages, list(groups), query, key, value)
-        return written, found
+        return written, outputs
 
 
 def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.Array:
@@ -328,10 +328,10 @@ def _write_whole(pages: jax.Array, page: jax.Array, new: jax.Array) -> jax.Array
     One after another: for a scatter of pages with few rows XLA wants another tile, and copies all of them there and back.
     """
 
-    def one(number: jax.Array, pages: jax.Array) -> jax.Array:
+    def write_page(number: jax.Array, pages: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(pages, new[number], page[number], 0)
 
-    return jax.lax.fori_loop(0, page.shape[0], one, pages)
+    return jax.lax.fori_loop(0, page.shape[0], write_page, pages)
 
 
 def attend(
@@ -386,14 +386,14 @@ def attend(
         )
 
     most = texts_at_once(table.shape[1])
-    parts = [slice(first, min(first + most, count)) for first in range(0, count, most)]
+    cuts = [slice(first, min(first + most, count)) for first in range(0, count, most)]
     queries = query.reshape(count, length, *query.shape[1:])
-    found = jnp.concatenate(
-        [some(queries[one].reshape(-1, *query.shape[1:]), start[one], table[one]) for one in parts]
+    outputs = jnp.concatenate(
+        [some(queries[cut].reshape(-1, *query.shape[1:]), start[cut], table[cut]) for cut in cuts]
     )
     real = jnp.arange(length) < rows.count[:, None]
     # What padding reads is not defined, and would spread as NaN where tokens are mixed by products.
-    return jnp.where(real.reshape(-1, 1, 1), found, 0)
+    return jnp.where(real.reshape(-1, 1, 1), outputs, 0)
 
 
 def _readable(
@@ -434,14 +434,14 @@ def block_sizes(
     wanted = (DECODE_QUERIES,) if length == 1 else QUERIES
     together = min(most, MOST_PAGES, max(1, TOGETHER // size))
 
-    def need(number: int, asked: int) -> int:
+    def need(number: int, query_count: int) -> int:
         kept = 2 * number * size * combined * width * item
-        asking = asked * heads * (width * (4 * item + 4) + 2 * LANES * 4)
-        scores = 3 * asked * heads // (combined // 2) * number * size * 4
+        asking = query_count * heads * (width * (4 * item + 4) + 2 * LANES * 4)
+        scores = 3 * query_count * heads // (combined // 2) * number * size * 4
         return kept + asking + scores
 
     for number in (together >> half for half in range(together.bit_length())):
-        for asked in wanted:
-            if asked <= max(tokens, wanted[-1]) and need(number, asked) <= VMEM_BYTES:
-                return number, min(asked, tokens)
+        for query_count in wanted:
+            if query_count <= max(tokens, wanted[-1]) and need(number, query_count) <= VMEM_BYTES:
+                return number, min(query_count, tokens)
     return 1, min(wanted[-1], tokens)

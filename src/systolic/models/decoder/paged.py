@@ -123,33 +123,33 @@ def read(
     written = []
     for (layer, state), own in zip(layers, pages, strict=True):
         block: DecoderBlock = nnx.merge(layer.graph, state)
-        asked = block.ask(x, positions[:, None], layer.window)
-        given = jax.tree.map(lambda a: a[:, 0], tuple(asked))
-        given, bad = _finite(given)
-        own, found = arrays.attend(own, groups, given, layer.window, block.attention_logits)
-        found = _spoilt(found, bad)
+        cache_rows = block.ask(x, positions[:, None], layer.window)
+        new_rows = jax.tree.map(lambda a: a[:, 0], tuple(cache_rows))
+        new_rows, bad = _finite(new_rows)
+        own, weighted = arrays.attend(own, groups, new_rows, layer.window, block.attention_logits)
+        weighted = _spoilt(weighted, bad)
         written.append(own)
-        attended = block.answer(found[:, None].astype(x.dtype))
+        attended = block.answer(weighted[:, None].astype(x.dtype))
         x, _ = block.merge(x, attended, real)
     return _spread(module.normed(x)[:, 0], real, rows, chunk), written
 
 
-def _finite(given: Any) -> tuple[Any, jax.Array]:
+def _finite(rows: Any) -> tuple[Any, jax.Array]:
     """New keys and values with 0 for what is not finite, and of which tokens and heads that is.
 
     Pages outlive a text, and reading weighs what is beyond a text with 0, which makes NaN of NaN: one text's
     overflow would become that of others. bool[tokens, kv_heads].
     """
-    asked, new = given
+    queries, new = rows
     right = [jnp.isfinite(each) for each in new]
     kept = tuple(jnp.where(ok, each, 0) for ok, each in zip(right, new, strict=True))
-    return (asked, kept), ~(right[0].all(-1) & right[1].all(-1))
+    return (queries, kept), ~(right[0].all(-1) & right[1].all(-1))
 
 
-def _spoilt(found: jax.Array, bad: jax.Array) -> jax.Array:
+def _spoilt(weighted: jax.Array, bad: jax.Array) -> jax.Array:
     """Attention [tokens, heads, size] with NaN where a token's own keys or values were not finite."""
-    heads = found.reshape(*bad.shape, -1, found.shape[-1])
-    return jnp.where(bad[:, :, None, None], jnp.nan, heads).reshape(found.shape)
+    heads = weighted.reshape(*bad.shape, -1, weighted.shape[-1])
+    return jnp.where(bad[:, :, None, None], jnp.nan, heads).reshape(weighted.shape)
 
 
 def _spread(hidden: jax.Array, real: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array:

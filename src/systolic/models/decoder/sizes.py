@@ -94,15 +94,15 @@ def adapters(config: "Decoder") -> dict[str, int]:
         keys = d + config.kv_heads * config.head_dim
         sizes = {"query": d + heads * config.head_dim, "key": keys, "value": keys}
     sizes["out"] = heads * config.value_dim + d
-    found = {name: layers * size for name, size in sizes.items()}
+    totals = {name: layers * size for name, size in sizes.items()}
     dense, mixtures = layers - config.mixtures, config.mixtures
     hidden = dense * (d + config.dense_width)
     if config.shared_experts:
         hidden += mixtures * (d + config.shared_experts * config.d_ff)
     if hidden:
         names = ("gate", "up", "down") if config.mlp.gated else ("up", "down")
-        found |= {name: found.get(name, 0) + hidden for name in names}
-    return found
+        totals |= {name: totals.get(name, 0) + hidden for name in names}
+    return totals
 
 
 def parameters(config: "Decoder") -> int:

@@ -39,14 +39,14 @@ def settle(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     architectures = set(config.get("architectures") or ())
     masked = head and (not architectures or bool(architectures & MASKED))
     settled: dict[str, Any] = {}
-    for name, given in names.items():
+    for name, stored in names.items():
         if head and not masked and name.startswith("cls."):
             continue
         now = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         now = now.replace("LayerNorm.beta", "LayerNorm.bias")
         if masked and not name.startswith("cls."):
             now = BODY + now
-        settled[now] = tensors[given]
+        settled[now] = tensors[stored]
     parts = {
         "architectures": ["BertForMaskedLM" if masked else "BertModel"],
         POOLER: not masked and "pooler.dense.weight" in names,
@@ -99,7 +99,7 @@ def rules(model: Encoder) -> list[Rule]:
     layers = {"layer": range(model.layers)}
     body = BODY if model.head else ""
     layer = f"{body}encoder.layer.{{layer}}."
-    found = [
+    layer_rules = [
         plain("embedding", f"{body}embeddings.word_embeddings.weight"),
         plain("positions", f"{body}embeddings.position_embeddings.weight"),
         plain("token_types", f"{body}embeddings.token_type_embeddings.weight"),
@@ -107,10 +107,10 @@ def rules(model: Encoder) -> list[Rule]:
     ]
     for part in ("query", "key", "value"):
         theirs = f"{layer}attention.self.{part}"
-        found.append(matrix(f"blocks/{part}", f"{theirs}.weight", (d, h, e), stack=layers))
-        found.append(plain(f"blocks/{part}_bias", f"{theirs}.bias", layers))
+        layer_rules.append(matrix(f"blocks/{part}", f"{theirs}.weight", (d, h, e), stack=layers))
+        layer_rules.append(plain(f"blocks/{part}_bias", f"{theirs}.bias", layers))
     out = f"{layer}attention.output.dense"
-    found += [
+    layer_rules += [
         matrix("blocks/out", f"{out}.weight", (h, e, d), inputs=2, stack=layers),
         plain("blocks/out_bias", f"{out}.bias", layers),
         *layer_norm("blocks/attention_norm", f"{layer}attention.output.LayerNorm", layers),
@@ -121,16 +121,16 @@ def rules(model: Encoder) -> list[Rule]:
         *layer_norm("blocks/mlp_norm", f"{layer}output.LayerNorm", layers),
     ]
     if model.pooler:
-        found.append(matrix("pooler", f"{body}pooler.dense.weight", (d, d)))
-        found.append(plain("pooler_bias", f"{body}pooler.dense.bias"))
+        layer_rules.append(matrix("pooler", f"{body}pooler.dense.weight", (d, d)))
+        layer_rules.append(plain("pooler_bias", f"{body}pooler.dense.bias"))
     if model.head:
-        found += [
+        layer_rules += [
             matrix("transform", f"{HEAD}transform.dense.weight", (d, d)),
             plain("transform_bias", f"{HEAD}transform.dense.bias"),
             *layer_norm("transform_norm", f"{HEAD}transform.LayerNorm"),
             plain("logits_bias", f"{HEAD}bias"),
         ]
-    return found
+    return layer_rules
 
 
 def conversion(config: Config) -> Conversion:

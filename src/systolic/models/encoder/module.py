@@ -83,8 +83,10 @@ class EncoderBlock(nnx.Module):
         shape, constrain = (self.config.heads, self.config.head_dim), self.target.constrain
 
         def project(kernel: nnx.Param, bias: nnx.Param, label: str) -> jax.Array:
-            made = product(self.target, "bsd,dhe->bshe", x, kernel[...]) + bias[...].reshape(shape)
-            return constrain(name(made, label), "batch", "sequence", "heads", None)
+            projected = product(self.target, "bsd,dhe->bshe", x, kernel[...]) + bias[...].reshape(
+                shape
+            )
+            return constrain(name(projected, label), "batch", "sequence", "heads", None)
 
         query = project(self.query, self.query_bias, "query")
         key = project(self.key, self.key_bias, "key")
@@ -182,10 +184,10 @@ class EncoderModule(nnx.Module):
             # The few places that are asked for, whole on each device of the other axes, whatever split the rest.
             whole = constrain(hidden, "batch", None, None)
             picked = jax.vmap(partial(jnp.take, axis=0))(whole, places)
-            made = constrain(picked, "batch", None, None) @ self.transform[...]
-            made = activated(self.config, made + self.transform_bias[...])
-            made = self.transform_norm(constrain(made, "batch", None, None))
-            logits = made @ self.embedding[...].T + self.logits_bias[...]
+            transformed = constrain(picked, "batch", None, None) @ self.transform[...]
+            transformed = activated(self.config, transformed + self.transform_bias[...])
+            transformed = self.transform_norm(constrain(transformed, "batch", None, None))
+            logits = transformed @ self.embedding[...].T + self.logits_bias[...]
             return constrain(logits, "batch", None, "vocab")
 
     def pooled(self, hidden: jax.Array) -> jax.Array:

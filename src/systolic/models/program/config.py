@@ -1,11 +1,17 @@
-"""Models of other frameworks as models of a job; imports without jax."""
+"""Models of other frameworks as models of a job; imports without jax.
 
+Calls of users' functions that make models.
+"""
+
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import MissingExtraError, OptionError, SystolicError
 from systolic.job import Layout, Model, Precision, Target
 from systolic.job.layout import Axis
 from systolic.models.vision.pixels import refuse_axes
@@ -108,10 +114,10 @@ class TorchModule(ForeignModel):
         """
         function = self.function()
         assert function.compare is not None
-        given = batch()
-        whole = all(name in given for name in function.example)
+        arrays = batch()
+        whole = all(name in arrays for name in function.example)
         compared = function.compare(
-            {name: given[name] for name in function.example} if whole else function.example
+            {name: arrays[name] for name in function.example} if whole else function.example
         )
         decayed = [name for name in compared.unused if function.trained[name].ndim > 1]
         if not decayed:
@@ -121,7 +127,7 @@ class TorchModule(ForeignModel):
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.function.ProgramModule` with the module's weights."""
-        from systolic.models.program.function import ProgramModule
+        from systolic.models.program.module import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 
@@ -174,7 +180,7 @@ class KerasModel(ForeignModel):
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.function.ProgramModule` with the model's weights."""
-        from systolic.models.program.function import ProgramModule
+        from systolic.models.program.module import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 
@@ -195,11 +201,75 @@ def _made(
     import jax
 
     from systolic.models.program.function import without_mask
-    from systolic.models.program.making import made_by
 
     if make not in _functions:
         # Models are built inside a trace, and Keras draws its first weights with JAX.
         with jax.ensure_compile_time_eval():
-            made = convert(made_by(make, framework, str(make)), str(make))
-            _functions[make] = without_mask(made)
+            function = convert(made_by(make, framework, str(make)), str(make))
+            _functions[make] = without_mask(function)
     return _functions[make]
+
+
+SEED = 0
+"""Seed of a framework's random numbers before a user's function is called, so that every process makes the same model."""
+
+
+def made_by(function: Callable[[], Any], framework: str, source: str) -> Any:
+    """Result of a user's function, called with the framework's random numbers seeded.
+
+    Args:
+        function: The user's.
+        framework: ``torch`` or ``keras``.
+        source: Its name, for messages.
+
+    Raises:
+        MissingExtraError: the framework is not installed.
+        OptionError: the function fails, or Keras computes with another backend than JAX.
+    """
+    seed(framework)
+    try:
+        return function()
+    except SystolicError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise OptionError(
+            f"{source} failed: {type(error).__name__}: {reason}; call it alone to see where"
+        ) from error
+
+
+def seed(framework: str) -> None:
+    """Seeds a framework's random numbers; raises as :func:`made_by`."""
+    if framework == "torch":
+        if importlib.util.find_spec("torch") is None:
+            raise MissingExtraError("a PyTorch module", "torch")
+        import torch
+
+        torch.manual_seed(SEED)
+    else:
+        load_keras().utils.set_random_seed(SEED)
+
+
+def load_keras() -> Any:
+    """Keras on its JAX backend.
+
+    Raises:
+        MissingExtraError: Keras is not installed.
+        OptionError: it was loaded with another backend, or its environment asks for one.
+    """
+    if "keras" not in sys.modules:
+        if importlib.util.find_spec("keras") is None:
+            raise MissingExtraError("a Keras model", "keras")
+        chosen = os.environ.setdefault("KERAS_BACKEND", "jax")
+        if chosen != "jax":
+            raise OptionError(
+                f"KERAS_BACKEND is {chosen}, and models run here on jax; set KERAS_BACKEND=jax"
+            )
+    import keras
+
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise OptionError(
+            f"Keras is loaded with the backend {backend}, and models run here on jax; set KERAS_BACKEND=jax before keras is imported"
+        )
+    return keras

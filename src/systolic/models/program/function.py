@@ -1,19 +1,13 @@
-"""A model of another framework as arrays by name and a pure function of them; needs jax and numpy only.
-
-A model of another framework as a Flax NNX module.
-"""
+"""A model of another framework as arrays by name and a pure function of them; needs jax and numpy only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from systolic.core.errors import DataError, OptionError
-from systolic.job import Target
+from systolic.core.errors import DataError
 
 Named = Mapping[str, Any]
 """Arrays by name."""
@@ -71,11 +65,13 @@ def without_mask(function: PureFunction) -> PureFunction:
     source, compare = function.source, function.compare
 
     def inner(inputs: Named) -> Named:
-        return {MASK if name == RENAMED else name: one for name, one in inputs.items()}
+        return {MASK if name == RENAMED else name: array for name, array in inputs.items()}
 
     return replace(
         function,
-        example={RENAMED if name == MASK else name: one for name, one in function.example.items()},
+        example={
+            RENAMED if name == MASK else name: array for name, array in function.example.items()
+        },
         call=lambda trained, state, inputs, train, key: function.call(
             trained, state, inner(inputs), train, key
         ),
@@ -90,17 +86,17 @@ def narrowed(array: Any, name: str = "an array") -> np.ndarray:
     Raises:
         DataError: a whole number does not fit.
     """
-    made = np.asarray(array)
-    kind = _NARROW.get(str(made.dtype))
+    values = np.asarray(array)
+    kind = _NARROW.get(str(values.dtype))
     if kind is None:
-        return made
-    if made.dtype.kind in "iu" and made.size:
-        limits, worst = np.iinfo(kind), max(int(made.max()), int(made.min()), key=abs)
+        return values
+    if values.dtype.kind in "iu" and values.size:
+        limits, worst = np.iinfo(kind), max(int(values.max()), int(values.min()), key=abs)
         if not limits.min <= worst <= limits.max:
             raise DataError(
                 f"{name} of the model holds {worst}, and whole numbers have 32 bits here (at most {limits.max}); store it as smaller numbers or as floats"
             )
-    return made.astype(kind)
+    return values.astype(kind)
 
 
 def flattened(
@@ -133,12 +129,12 @@ def outputs_of(value: Any, tensor: type | tuple[type, ...]) -> dict[str, Any]:
     Raises:
         DataError: there is no tensor.
     """
-    found = dict(flattened(value, tensor))
-    if not found:
+    outputs = dict(flattened(value, tensor))
+    if not outputs:
         raise DataError(
             f"the model returns no tensor ({type(value).__name__}); return tensors, or tuples, lists or dicts of them"
         )
-    return found
+    return outputs
 
 
 VALUE_ERRORS = (
@@ -149,61 +145,3 @@ VALUE_ERRORS = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 """Errors of a trace that needs the values of arrays."""
-
-
-class Carried(nnx.Variable):
-    """An array of the model that no optimizer changes."""
-
-
-class ProgramModule(nnx.Module):
-    """Arrays by name to arrays by name; its variables have the names of the framework's."""
-
-    def __init__(self, function: PureFunction, rngs: nnx.Rngs, target: Target) -> None:
-        clash = [
-            name
-            for name in (*function.trained, *function.state)
-            if name in vars(nnx.Module) or name.startswith("systolic_")
-        ]
-        if clash:
-            raise OptionError(
-                f"the model has a weight named {clash[0]}, which a Flax module has too; rename it"
-            )
-        for name, array in function.trained.items():
-            setattr(self, name, nnx.Param(_from_host(array)))
-        for name, array in function.state.items():
-            setattr(self, name, Carried(_from_host(array)))
-        self.systolic_function, self.systolic_dtype = function, target.dtype
-        self.systolic_random = rngs.dropout.fork() if function.random else None
-        self.deterministic = False
-        """Set by ``train()`` and ``eval()``."""
-
-    def __call__(self, **inputs: jax.Array) -> dict[str, jax.Array]:
-        """Outputs by name, floating ones of inputs in the dtype that the weights are computed in.
-
-        Raises:
-            OptionError: an input is missing.
-        """
-        function = self.systolic_function
-        trained = {name: getattr(self, name)[...] for name in function.trained}
-        state = {name: getattr(self, name)[...] for name in function.state}
-        given = {name: self._cast(array) for name, array in inputs.items()}
-        train = not self.deterministic
-        key = self.systolic_random() if train and self.systolic_random is not None else None
-        outputs, after = function.call(trained, state, given, train, key)
-        if train:
-            for name, array in after.items():
-                getattr(self, name)[...] = array.astype(function.state[name].dtype)
-        return outputs
-
-    def _cast(self, array: Any) -> jax.Array:
-        return (
-            array.astype(self.systolic_dtype)
-            if jnp.issubdtype(array.dtype, jnp.floating)
-            else array
-        )
-
-
-def _from_host(array: np.ndarray) -> jax.Array:
-    """An array of the host, asked for when the program runs: as a constant it would be part of the compiled program."""
-    shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    return jax.pure_callback(lambda: np.asarray(array), shape)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.models.program.config import load_keras
 from systolic.models.program.function import (
     VALUE_ERRORS,
     Named,
@@ -15,17 +16,16 @@ from systolic.models.program.function import (
     narrowed,
     outputs_of,
 )
-from systolic.models.program.making import load_keras
 
 EXAMPLES = 2
 """Examples of the random inputs of a model that comes without its own."""
 
 
-def keras_function(made: Any, source: str) -> PureFunction:
+def keras_function(returned: Any, source: str) -> PureFunction:
     """The pure function of a Keras model, or of a model with example inputs.
 
     Args:
-        made: A built keras.Model, or (model, inputs): an array, or a list or dict of arrays, as the model takes them.
+        returned: A built keras.Model, or (model, inputs): an array, or a list or dict of arrays, as the model takes them.
         source: Its name, for messages.
 
     Raises:
@@ -34,7 +34,9 @@ def keras_function(made: Any, source: str) -> PureFunction:
         MissingExtraError: Keras is not installed.
     """
     keras = load_keras()
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, example = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    )
     if not isinstance(model, keras.Model):
         raise DataError(
             f"{source} made {type(model).__name__}, not a keras.Model; return the model, or model, inputs"
@@ -54,13 +56,15 @@ def keras_function(made: Any, source: str) -> PureFunction:
     names = _unique([tensor.name for tensor in model.inputs])
     inputs = _random(model, names, source) if example is None else _named(example, names, source)
     trained, state = model.trainable_variables, model.non_trainable_variables
-    trained_names = _unique([one.path for one in (*trained, *state)])
+    trained_names = _unique([variable.path for variable in (*trained, *state)])
     names_of = trained_names[: len(trained)], trained_names[len(trained) :]
     call = _Stateless(model, names, *names_of)
 
-    def run(given: Named) -> dict[str, np.ndarray]:
-        result = model(call.packed(given), training=False)
-        return {name: narrowed(one, name) for name, one in outputs_of(result, jax.Array).items()}
+    def run(batch: Named) -> dict[str, np.ndarray]:
+        result = model(call.packed(batch), training=False)
+        return {
+            name: narrowed(output, name) for name, output in outputs_of(result, jax.Array).items()
+        }
 
     return PureFunction(
         framework=f"keras {keras.__version__}",
@@ -74,7 +78,10 @@ def keras_function(made: Any, source: str) -> PureFunction:
 
 
 def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, np.ndarray]:
-    return {name: narrowed(one.value, name) for name, one in zip(names, variables, strict=True)}
+    return {
+        name: narrowed(variable.value, name)
+        for name, variable in zip(names, variables, strict=True)
+    }
 
 
 def check_losses(function: PureFunction, source: str) -> None:
@@ -95,7 +102,9 @@ def check_losses(function: PureFunction, source: str) -> None:
                 f"{variable.path} of {source} has the constraint {type(variable.constraint).__name__}, which training here does not keep; make the model without it"
             )
     losses = call.losses(function)
-    regular = [one.path for one in call.model.trainable_variables if one.regularizer is not None]
+    regular = [
+        weight.path for weight in call.model.trainable_variables if weight.regularizer is not None
+    ]
     if losses:
         which = f"such as that of {regular[0]}" if regular else "which a layer computes"
         many = "1 loss" if losses == 1 else f"{losses} losses"
@@ -114,10 +123,10 @@ class _Stateless:
 
     def packed(self, inputs: Named) -> Any:
         """Inputs in the structure that the model takes them in: one, a list or a dict."""
-        keras, given = load_keras(), [inputs[name] for name in self.inputs]
+        keras, arrays = load_keras(), [inputs[name] for name in self.inputs]
         if isinstance(self.model, keras.Sequential):
-            return given[0]
-        return keras.tree.pack_sequence_as(self.model.input, given)
+            return arrays[0]
+        return keras.tree.pack_sequence_as(self.model.input, arrays)
 
     def losses(self, function: PureFunction) -> int:
         """Number of losses that the layers add in training."""
@@ -138,7 +147,7 @@ class _Stateless:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See :class:`PureFunction`."""
         try:
-            made, after = self.model.stateless_call(
+            returned, after = self.model.stateless_call(
                 [trained[name] for name in self.trained],
                 [state[name] for name in self.state],
                 self.packed(inputs),
@@ -151,11 +160,11 @@ class _Stateless:
                 f"{self.model.name} needs the values of its arrays while it is traced (an if, a loop or a size that depends on them); write it with keras.ops.where or keras.ops.cond"
             ) from error
         except Exception as error:
-            told = " ".join(str(error).split("\n\n")[0].split())
+            reason = " ".join(str(error).split("\n\n")[0].split())
             raise OptionError(
-                f"{self.model.name} does not trace: {type(error).__name__}: {told}; its layers must compute with keras.ops"
+                f"{self.model.name} does not trace: {type(error).__name__}: {reason}; its layers must compute with keras.ops"
             ) from error
-        outputs = outputs_of(made, jax.Array)
+        outputs = outputs_of(returned, jax.Array)
         return outputs, dict(zip(self.state, after, strict=True))
 
 
@@ -170,15 +179,15 @@ def load_file(path: Any) -> Any:
     try:
         return keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as error:
-        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        reason = " ".join(str(error).split("\n\n")[0].split())[:300]
         raise DataError(
-            f"{path} does not load: {told}; for layers of your own give a function that returns the model, file.py:function"
+            f"{path} does not load: {reason}; for layers of your own give a function that returns the model, file.py:function"
         ) from error
 
 
 def _random(model: Any, names: Sequence[str], source: str) -> dict[str, np.ndarray]:
     """Random inputs: normal numbers, or small whole ones."""
-    rng, found = np.random.default_rng(0), {}
+    rng, inputs = np.random.default_rng(0), {}
     for name, tensor in zip(names, model.inputs, strict=True):
         shape = tuple(tensor.shape[1:])
         if None in shape:
@@ -188,28 +197,28 @@ def _random(model: Any, names: Sequence[str], source: str) -> dict[str, np.ndarr
         size = (EXAMPLES, *shape)
         integer = np.issubdtype(np.dtype(tensor.dtype), np.integer)
         values = rng.integers(0, 2, size) if integer else rng.normal(size=size)
-        found[name] = narrowed(values.astype(tensor.dtype))
-    return found
+        inputs[name] = narrowed(values.astype(tensor.dtype))
+    return inputs
 
 
 def _named(example: Any, names: Sequence[str], source: str) -> dict[str, np.ndarray]:
     if isinstance(example, Mapping):
-        given = {str(name): value for name, value in example.items()}
+        named = {str(name): value for name, value in example.items()}
     else:
         several = example if isinstance(example, list | tuple) else [example]
-        given = dict(zip(names, several, strict=False))
-    if set(given) != set(names):
+        named = dict(zip(names, several, strict=False))
+    if set(named) != set(names):
         raise DataError(
-            f"{source} returned inputs {', '.join(given)}, and the model takes {', '.join(names)}; give these"
+            f"{source} returned inputs {', '.join(named)}, and the model takes {', '.join(names)}; give these"
         )
-    return {name: narrowed(given[name], name) for name in names}
+    return {name: narrowed(named[name], name) for name in names}
 
 
 def _unique(names: Sequence[str]) -> list[str]:
     """The names, with numbers where two are equal."""
     seen: Counter[str] = Counter()
-    made = []
+    unique = []
     for name in names:
-        made.append(f"{name}#{seen[name]}" if seen[name] else name)
+        unique.append(f"{name}#{seen[name]}" if seen[name] else name)
         seen[name] += 1
-    return made
+    return unique

@@ -42,7 +42,7 @@ def environment() -> Any:
         with _removed_overloads(torch):
             import torchax.tensor  # noqa: F401
 
-            made = _environment()
+            env = _environment()
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] == "torchax":
             raise MissingExtraError("a PyTorch module", "torch") from error
@@ -54,8 +54,8 @@ def environment() -> Any:
     finally:
         # torchax turns it off for the whole process; calls here do so for themselves.
         torch.backends.mha.set_fastpath_enabled(fast)
-    made.override_op_definition(torch.nn.functional.batch_norm, _batch_norm)
-    return made
+    env.override_op_definition(torch.nn.functional.batch_norm, _batch_norm)
+    return env
 
 
 def _environment() -> Any:
@@ -84,20 +84,20 @@ def _environment() -> Any:
             return super().t2j_iso(whole)
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            made = super().dispatch(func, types, args, kwargs)
+            outputs = super().dispatch(func, types, args, kwargs)
             if self.flows if self.flows is not None else torch.is_grad_enabled():
-                return made
+                return outputs
 
-            given = {id(one) for one in tree_leaves((args, kwargs))}
+            argument_ids = {id(leaf) for leaf in tree_leaves((args, kwargs))}
 
             def constant(value: Any) -> Any:
                 # An operation in place returns its argument, which the next one of a chain changes too;
                 # any other that returns it (``to`` its own dtype) leaves it as it is.
-                if id(value) not in given or _in_place(func):
+                if id(value) not in argument_ids or _in_place(func):
                     value._elem = jax.lax.stop_gradient(value._elem)
                 return value
 
-            return tree_map_only(Tensor, constant, made)
+            return tree_map_only(Tensor, constant, outputs)
 
     return Mixing()
 
@@ -206,22 +206,22 @@ def _batch_norm(
                 )
     else:
         mean, variance = running_mean.jax(), running_var.jax()
-    made = (wide - mean.reshape(shape)) * jax.lax.rsqrt(variance.reshape(shape) + eps)
+    normed = (wide - mean.reshape(shape)) * jax.lax.rsqrt(variance.reshape(shape) + eps)
     if weight is not None:
-        made = made * weight.jax().reshape(shape)
+        normed = normed * weight.jax().reshape(shape)
     if bias is not None:
-        made = made + bias.jax().reshape(shape)
-    return x._env.j2t_iso(made.astype(values.dtype))
+        normed = normed + bias.jax().reshape(shape)
+    return x._env.j2t_iso(normed.astype(values.dtype))
 
 
 HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
 
 
-def torch_function(made: Any, source: str, placed: int = 0) -> PureFunction:
+def torch_function(returned: Any, source: str, placed: int = 0) -> PureFunction:
     """The pure function of what a user's function returned.
 
     Args:
-        made: A module and example inputs: one tensor, a tuple or a dict of arguments of ``forward``. Arguments that are
+        returned: A module and example inputs: one tensor, a tuple or a dict of arguments of ``forward``. Arguments that are
             no arrays are constants.
         source: Name of the function, for messages.
         placed: Arguments that are passed by place, the first ones; a program of torch.export takes them only so.
@@ -234,11 +234,15 @@ def torch_function(made: Any, source: str, placed: int = 0) -> PureFunction:
     import torch
     from torch.utils import _pytree as pytree
 
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+    if not (
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and isinstance(returned[0], torch.nn.Module)
+    ):
         raise DataError(
-            f"{source} returned {_kind(made)}, not a torch.nn.Module and its example inputs; {HOW}"
+            f"{source} returned {_kind(returned)}, not a torch.nn.Module and its example inputs; {HOW}"
         )
-    module, example = made
+    module, example = returned
     arguments = _arguments(module, example)
     inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     if not inputs:
@@ -250,13 +254,16 @@ def torch_function(made: Any, source: str, placed: int = 0) -> PureFunction:
                 f"example input {name} of {source} is a {type(value).__name__} of tensors; wrap the module in one whose forward takes each tensor by itself"
             )
     trained, state = _arrays(module)
-    kinds = {name: one.dtype for name, one in inputs.items()}
+    kinds = {name: tensor.dtype for name, tensor in inputs.items()}
     call = TracedModule(module, env, constants, tuple(arguments)[:placed], kinds)
 
-    def run(given: Named) -> dict[str, np.ndarray]:
+    def run(batch: Named) -> dict[str, np.ndarray]:
         with mode(module, False), torch.no_grad():
-            made = call.forward(call.tensors(given))
-        return {name: as_numpy(one, name) for name, one in outputs_of(made, torch.Tensor).items()}
+            outputs = call.forward(call.tensors(batch))
+        return {
+            name: as_numpy(output, name)
+            for name, output in outputs_of(outputs, torch.Tensor).items()
+        }
 
     return PureFunction(
         framework=f"torch {torch.__version__}",
@@ -283,16 +290,18 @@ class TracedModule:
         self.kinds, self._still = kinds, False
         signature = inspect.signature(module.forward)
         self.positional = [
-            name for name, one in signature.parameters.items() if one.kind is one.VAR_POSITIONAL
+            name
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is parameter.VAR_POSITIONAL
         ]
 
-    def tensors(self, given: Named) -> dict[str, Any]:
+    def tensors(self, inputs: Named) -> dict[str, Any]:
         """Inputs as tensors of PyTorch, in the dtypes of the example."""
         import torch
 
         return {
-            name: torch.from_numpy(np.array(one)).to(self.kinds[name])
-            for name, one in given.items()
+            name: torch.from_numpy(np.array(array)).to(self.kinds[name])
+            for name, array in inputs.items()
         }
 
     @contextmanager
@@ -308,8 +317,8 @@ class TracedModule:
         """The module's result."""
         if self.positional:
             return self.module(*inputs.values())
-        given = {**inputs, **self.constants}
-        return self.module(*[given.pop(name) for name in self.placed], **given)
+        named = {**inputs, **self.constants}
+        return self.module(*[named.pop(name) for name in self.placed], **named)
 
     def __call__(
         self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
@@ -334,10 +343,12 @@ class TracedModule:
                 without_dropout() if self._still else nullcontext(),
                 _reparametrize_module(self.module, tensors, tie_weights=True),
             ):
-                made = _guarded(lambda: self.forward(there), at)
+                returned = _guarded(lambda: self.forward(there), at)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-        outputs = {name: one.jax() for name, one in outputs_of(made, torch.Tensor).items()}
+        outputs = {
+            name: output.jax() for name, output in outputs_of(returned, torch.Tensor).items()
+        }
         return outputs, {name: tensors[name].jax() for name in state}
 
 
@@ -363,9 +374,9 @@ def _guarded(work: Callable[[], Any], at: list[tuple[str, Any]]) -> Any:
             f"{_layer(at)} needs the values of its tensors while it is traced (an if, a loop or a size that depends on them); write it with torch.where, or with fixed sizes"
         ) from error
     except Exception as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise OptionError(
-            f"{_layer(at)} does not trace: {type(error).__name__}: {told}; check that it runs on the example inputs"
+            f"{_layer(at)} does not trace: {type(error).__name__}: {reason}; check that it runs on the example inputs"
         ) from error
 
 
@@ -405,16 +416,19 @@ def without_dropout() -> Any:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            given, name = dict(kwargs or {}), func.__name__
+            keywords, name = dict(kwargs or {}), func.__name__
             if "dropout" in name:
-                return args[0] if args else given["input"]
+                return args[0] if args else keywords["input"]
             if name == "multi_head_attention_forward":
-                given["training"] = False  # of its dropout only
+                keywords["training"] = False  # of its dropout only
             elif name == "scaled_dot_product_attention":
-                args, given = (*args[:4], 0.0, *args[5:])[: len(args)], {**given, "dropout_p": 0.0}
+                args, keywords = (
+                    (*args[:4], 0.0, *args[5:])[: len(args)],
+                    {**keywords, "dropout_p": 0.0},
+                )
                 if len(args) > 4:
-                    del given["dropout_p"]
-            return func(*args, **given)
+                    del keywords["dropout_p"]
+            return func(*args, **keywords)
 
     return Still()
 
@@ -455,43 +469,46 @@ def _arguments(module: Any, example: Any) -> dict[str, Any]:
         raise DataError(
             f"forward of {type(module).__name__} does not take the example inputs: {error}; give what module(...) takes"
         ) from error
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}_{number}": one for number, one in enumerate(value)}
+            arguments |= {f"{name}_{number}": part for number, part in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         else:
-            found[name] = value
+            arguments[name] = value
     return {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in found.items()
+        for name, value in arguments.items()
     }
 
 
 def _arrays(module: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights that are trained, and all other tensors: frozen weights, buffers, plain attributes. Tied weights have one name."""
     parameters = dict(module.named_parameters())
-    trained = {name: one for name, one in parameters.items() if one.requires_grad}
-    state = {name: one for name, one in parameters.items() if not one.requires_grad}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    state = {
+        name: parameter for name, parameter in parameters.items() if not parameter.requires_grad
+    }
     state |= other_tensors(module)
-    made = [
-        {name: as_numpy(one, name) for name, one in group.items()} for group in (trained, state)
+    arrays = [
+        {name: as_numpy(tensor, name) for name, tensor in group.items()}
+        for group in (trained, state)
     ]
-    return made[0], made[1]
+    return arrays[0], arrays[1]
 
 
 def other_tensors(module: Any) -> dict[str, Any]:
     """Buffers and plain attributes that are tensors."""
     import torch
 
-    found = dict(module.named_buffers())
+    tensors = dict(module.named_buffers())
     for prefix, layer in module.named_modules():
         for name, value in vars(layer).items():
             if isinstance(value, torch.Tensor):
-                found[f"{prefix}.{name}" if prefix else name] = value
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = value
+    return tensors
 
 
 def as_numpy(tensor: Any, name: str) -> np.ndarray:
@@ -508,5 +525,5 @@ def as_numpy(tensor: Any, name: str) -> np.ndarray:
 
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(type(one).__name__ for one in value)})"
+        return f"({', '.join(type(member).__name__ for member in value)})"
     return type(value).__name__

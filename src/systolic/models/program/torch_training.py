@@ -40,9 +40,9 @@ NEXT = {
 }
 
 
-def trainable_function(made: Any, source: str) -> PureFunction:
+def trainable_function(returned: Any, source: str) -> PureFunction:
     """:func:`~systolic.models.program.torch_function.torch_function` with the comparison of a training step; raises as it."""
-    function = torch_function(made, source)
+    function = torch_function(returned, source)
     call = function.call
     assert isinstance(call, TracedModule)
 
@@ -86,8 +86,8 @@ def _compared(both: "_Both") -> Compared:
     except SystolicError:
         raise
     except Exception as error:
-        told = str(error).partition("\n")[0]
-        note = f"PyTorch's own training step of {both.source} fails on the first batch ({type(error).__name__}: {told}), so it was not compared"
+        reason = str(error).partition("\n")[0]
+        note = f"PyTorch's own training step of {both.source} fails on the first batch ({type(error).__name__}: {reason}), so it was not compared"
         return Compared(notes=(note,))
     both.judge(both.here(train, step.outputs), step, moved, train)
     if plain is not None:
@@ -102,7 +102,7 @@ class _Both:
         self, call: TracedModule, function: PureFunction, source: str, inputs: Mapping[str, Any]
     ) -> None:
         self.call, self.function, self.source, self.inputs = call, function, source, inputs
-        narrow = any(str(one.dtype).endswith("float16") for one in function.trained.values())
+        narrow = any(str(weight.dtype).endswith("float16") for weight in function.trained.values())
         self.digits, self.tolerance = (2.0**-8, WIDE) if narrow else (LAST_DIGITS, TOLERANCE)
 
     def there(
@@ -125,77 +125,92 @@ class _Both:
         module = self.call.module
         # The module's own parameters, so that their hooks run; copies of all other tensors.
         every = dict(module.named_parameters())
-        copies = {name: one.detach().clone() for name, one in other_tensors(module).items()}
-        before = {name: one.detach().clone() for name, one in every.items()}
+        copies = {name: tensor.detach().clone() for name, tensor in other_tensors(module).items()}
+        before = {name: tensor.detach().clone() for name, tensor in every.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
                 if digits:
                     _shake(every, digits)
-                start = {name: one.detach().clone() for name, one in every.items()}
+                start = {name: tensor.detach().clone() for name, tensor in every.items()}
                 with mode(module, train), without_dropout(), _reparametrize_module(module, copies):
-                    made = outputs_of(self.call.forward(self.inputs), torch.Tensor)
-                    floats = {name: one for name, one in made.items() if one.is_floating_point()}
-                    found = self._gradients(floats, every) if backward else {}
-                changed = [n for n, one in every.items() if not torch.equal(one, start[n])]
+                    outputs = outputs_of(self.call.forward(self.inputs), torch.Tensor)
+                    floats = {
+                        name: tensor
+                        for name, tensor in outputs.items()
+                        if tensor.is_floating_point()
+                    }
+                    gradients = self._gradients(floats, every) if backward else {}
+                changed = [n for n, tensor in every.items() if not torch.equal(tensor, start[n])]
             finally:
                 with torch.no_grad():
-                    for name, one in every.items():
-                        one.copy_(before[name])
+                    for name, tensor in every.items():
+                        tensor.copy_(before[name])
         if changed:
             raise OptionError(
                 f"forward of {self.source} changes its weight {changed[0]} in place, which training here does not follow; let it compute a new tensor"
             )
-        frozen = {name: one for name, one in start.items() if name not in self.function.trained}
-        none = tuple(name for name, one in found.items() if one is None)
+        frozen = {
+            name: tensor for name, tensor in start.items() if name not in self.function.trained
+        }
+        none = tuple(name for name, tensor in gradients.items() if tensor is None)
         zeros = {name: torch.zeros_like(every[name]) for name in none}
         return ModuleStep(
             outputs=_wide(floats),
             state=_wide({**copies, **frozen}),
-            gradients=_wide({**found, **zeros}),
+            gradients=_wide({**gradients, **zeros}),
             unused=none,
         )
 
-    def _gradients(self, made: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    def _gradients(
+        self, outputs: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
         import torch
 
-        flows = {name: one for name, one in made.items() if one.requires_grad}
+        flows = {name: output for name, output in outputs.items() if output.requires_grad}
         if not flows:
             raise OptionError(
                 f"no output of {self.source} depends on a weight that requires gradients, so PyTorch could not train it; compute one outside torch.no_grad()"
             )
         weights = {name: parameters[name] for name in self.function.trained}
-        pull = [torch.from_numpy(_pull(n, one.shape)).to(one.dtype) for n, one in flows.items()]
-        found = torch.autograd.grad(
+        pull = [
+            torch.from_numpy(_pull(n, output.shape)).to(output.dtype) for n, output in flows.items()
+        ]
+        gradients = torch.autograd.grad(
             list(flows.values()), list(weights.values()), pull, allow_unused=True
         )
-        return dict(zip(weights, found, strict=True))
+        return dict(zip(weights, gradients, strict=True))
 
     def here(self, train: bool, wanted: Named | None) -> ModuleStep:
         """The step as it trains here, without dropout; ``wanted`` are PyTorch's outputs, None for no gradients."""
 
-        def step(trained: Any, state: Any, given: Any) -> Any:
+        def step(trained: Any, state: Any, inputs: Any) -> Any:
             def floats(weights: Any) -> Any:
-                made, after = self.call(weights, state, given, train, None)
+                outputs, after = self.call(weights, state, inputs, train, None)
                 return {
-                    name: one
-                    for name, one in made.items()
-                    if jax.numpy.issubdtype(one.dtype, jax.numpy.floating)
+                    name: output
+                    for name, output in outputs.items()
+                    if jax.numpy.issubdtype(output.dtype, jax.numpy.floating)
                 }, after
 
             if wanted is None:
                 return *floats(trained), {}
-            made, back, after = jax.vjp(floats, trained, has_aux=True)
-            pull = {name: _pull(name, one.shape).astype(one.dtype) for name, one in made.items()}
-            return made, after, back(pull)[0]
+            outputs, back, after = jax.vjp(floats, trained, has_aux=True)
+            pull = {
+                name: _pull(name, output.shape).astype(output.dtype)
+                for name, output in outputs.items()
+            }
+            return outputs, after, back(pull)[0]
 
-        given = {name: as_numpy(one, name) for name, one in self.inputs.items()}
+        inputs = {name: as_numpy(tensor, name) for name, tensor in self.inputs.items()}
         arrays = dict(self.function.trained), dict(self.function.state)
         with _on_cpu(), self.call.still():
-            made, after, gradients = jax.device_get(jax.jit(step)(*arrays, given))
-        return ModuleStep(outputs=_floats(made), state=_floats(after), gradients=_floats(gradients))
+            outputs, after, gradients = jax.device_get(jax.jit(step)(*arrays, inputs))
+        return ModuleStep(
+            outputs=_floats(outputs), state=_floats(after), gradients=_floats(gradients)
+        )
 
-    def judge(self, made: ModuleStep, wanted: ModuleStep, moved: ModuleStep, train: bool) -> None:
+    def judge(self, step: ModuleStep, wanted: ModuleStep, moved: ModuleStep, train: bool) -> None:
         """Compares a step with PyTorch's, and with the one that PyTorch makes with moved weights.
 
         Raises:
@@ -203,11 +218,11 @@ class _Both:
         """
         other = moved.groups()
         for what, arrays in wanted.groups().items():
-            here = made.groups()[what]
-            floor = max((_norm(one) for one in arrays.values()), default=0.0) * NOTHING
+            here = step.groups()[what]
+            floor = max((_norm(array) for array in arrays.values()), default=0.0) * NOTHING
             shares = {
-                name: _share(here[name], one, other[what][name], floor)
-                for name, one in arrays.items()
+                name: _share(here[name], array, other[what][name], floor)
+                for name, array in arrays.items()
                 if name in here
             }
             worst = max(shares, key=lambda name: shares[name], default=None)
@@ -223,18 +238,18 @@ class _Both:
                 )
 
 
-def _share(made: np.ndarray, wanted: np.ndarray, moved: np.ndarray, floor: float) -> float:
+def _share(array: np.ndarray, wanted: np.ndarray, moved: np.ndarray, floor: float) -> float:
     """Norm of a difference, less what noise explains, over the norm of what is wanted."""
-    if made.shape != wanted.shape:
+    if array.shape != wanted.shape:
         return float("inf")
-    apart = max(_norm(_apart(made, wanted)) - NOISE * _norm(_apart(moved, wanted)) - floor, 0.0)
+    apart = max(_norm(_apart(array, wanted)) - NOISE * _norm(_apart(moved, wanted)) - floor, 0.0)
     return apart / max(_norm(wanted), 1e-300) if apart else 0.0
 
 
-def _apart(made: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    same = (made == wanted) | (np.isnan(made) & np.isnan(wanted))
+def _apart(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    same = (array == wanted) | (np.isnan(array) & np.isnan(wanted))
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(made - wanted))
+        apart = np.where(same, 0.0, np.abs(array - wanted))
     return np.where(np.isnan(apart), np.inf, apart)
 
 
@@ -245,9 +260,9 @@ def _norm(array: np.ndarray) -> float:
 def _repeats(step: ModuleStep, again: ModuleStep) -> bool:
     pairs = zip(step.groups().values(), again.groups().values(), strict=True)
     return all(
-        _norm(_apart(other[name], one)) <= REPEATED * _norm(one)
+        _norm(_apart(other[name], array)) <= REPEATED * _norm(array)
         for group, other in pairs
-        for name, one in group.items()
+        for name, array in group.items()
     )
 
 
@@ -261,17 +276,17 @@ def _shake(weights: Mapping[str, Any], digits: float) -> None:
     import torch
 
     with torch.no_grad():
-        for one in weights.values():
-            if one.is_floating_point():
-                one.mul_(1 + digits * (2 * torch.rand(one.shape) - 1).to(one.dtype))
+        for weight in weights.values():
+            if weight.is_floating_point():
+                weight.mul_(1 + digits * (2 * torch.rand(weight.shape) - 1).to(weight.dtype))
 
 
 def _wide(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: one.detach().cpu().double().numpy() for name, one in tensors.items()}
+    return {name: tensor.detach().cpu().double().numpy() for name, tensor in tensors.items()}
 
 
 def _floats(arrays: Named) -> dict[str, np.ndarray]:
-    return {name: np.asarray(one).astype(np.float64) for name, one in arrays.items()}
+    return {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
 
 
 @contextmanager

@@ -54,8 +54,8 @@ def watch(module: nnx.Module, moments: Mapping[str, jax.Array]) -> None:
 def watched_input(spec: str, x: jax.Array, weights: Watched) -> jax.Array:
     """``x``, the first operand of ``einsum(spec, x, weights)``, whose gradient adds to that of the moments."""
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
-    summed = [given.index(letter) for letter in matrix if letter not in out]
+    operand, matrix = operands.split(",")
+    summed = [operand.index(letter) for letter in matrix if letter not in out]
     kept = [dim for dim in range(x.ndim) if dim not in summed]
     return _watched(x, weights.moments, (*kept, *summed))
 

@@ -134,8 +134,8 @@ def members_apart(codes: jax.Array, scales: jax.Array) -> jax.Array:
     split = [dim for dim, pair in enumerate(zip(own, scaled, strict=True)) if 1 < pair[1] < pair[0]]
     if len(split) != 1:
         return codes
-    made = _divided(codes, split[0] + 1, scaled[split[0]])
-    return made if _apart_dim(made.shape[1:], scaled) == split[0] else codes
+    divided = _divided(codes, split[0] + 1, scaled[split[0]])
+    return divided if _apart_dim(divided.shape[1:], scaled) == split[0] else codes
 
 
 def _apart_dim(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
@@ -144,7 +144,7 @@ def _apart_dim(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
         others = zip(
             (*codes[:dim], *codes[dim + 2 :]), (*scales[:dim], *scales[dim + 1 :]), strict=True
         )
-        if codes[dim] == count and all(one in (1, size) for size, one in others):
+        if codes[dim] == count and all(scale_count in (1, size) for size, scale_count in others):
             return dim
     raise ValueError(f"codes {codes} do not belong to scales {scales}")
 
@@ -215,8 +215,8 @@ def quantized(
     wide = value.astype(jnp.float32)
     scales, _ = qarray.compute_scale_zero_point(qarray.calibrate(wide, way), way.qtype)
     scales = scales.astype(scales_dtype)
-    made = qarray.quantize_with_scale_zero_point(wide, way.qtype, scales, None)
-    return Quantized(codes=made.qvalue, scales=scales)
+    array = qarray.quantize_with_scale_zero_point(wide, way.qtype, scales, None)
+    return Quantized(codes=array.qvalue, scales=scales)
 
 
 def fake_quantized(
@@ -258,18 +258,18 @@ def quantized_product(
         by_group: Whether groups are summed one by one, and the sums scaled, where ``x`` has at most :data:`FEW_ROWS` rows.
     """
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
+    operand, matrix = operands.split(",")
     scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
     if of_codes is None:
         of_codes = lambda spec, x, codes: make(spec, x, codes.astype(x.dtype))  # noqa: E731
     if weights.scaled_after and scaled <= set(out):
-        made = of_codes(spec, x, weights.codes)
-        return made * spread(weights.scales, matrix, out).astype(x.dtype)
-    if weights.scaled_after and scaled <= set(given):
-        x = x * spread(weights.scales, matrix, given).astype(x.dtype)
+        outputs = of_codes(spec, x, weights.codes)
+        return outputs * spread(weights.scales, matrix, out).astype(x.dtype)
+    if weights.scaled_after and scaled <= set(operand):
+        x = x * spread(weights.scales, matrix, operand).astype(x.dtype)
         return of_codes(spec, x, weights.codes)
     if by_group and _by_group(spec, weights):
-        pairs = zip(given, x.shape, strict=True)
+        pairs = zip(operand, x.shape, strict=True)
         rows = math.prod(size for letter, size in pairs if letter not in matrix)
         if rows <= FEW_ROWS and weights.codes.dtype.name not in QUANTILES:
             return _group_product(spec, x, weights)
@@ -288,7 +288,7 @@ def _by_group(spec: str, weights: Quantized) -> bool:
 def _divided_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
     """The product with a restored matrix whose groups' members have a dim of their own: its scales are not written to memory."""
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
+    operand, matrix = operands.split(",")
     (letter,) = _split(matrix, weights)
     dim, inside = matrix.index(letter), _unused(spec)
     groups = weights.scales.shape[dim]
@@ -296,9 +296,9 @@ def _divided_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
     # Otherwise the compiler joins the dims again, and then writes the scales.
     codes = jax.lax.optimization_barrier(codes)
     members = Quantized(codes=codes, scales=jnp.expand_dims(weights.scales, dim + 1))
-    x = _divided(x, given.index(letter), groups)
-    given, matrix = (text.replace(letter, letter + inside) for text in (given, matrix))
-    return jnp.einsum(f"{given},{matrix}->{out}", x, members.restored(x.dtype))
+    x = _divided(x, operand.index(letter), groups)
+    operand, matrix = (text.replace(letter, letter + inside) for text in (operand, matrix))
+    return jnp.einsum(f"{operand},{matrix}->{out}", x, members.restored(x.dtype))
 
 
 def _unused(spec: str) -> str:
@@ -319,22 +319,22 @@ def _group_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
     write a matrix of scales to memory, of four times the bytes of the codes.
     """
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
+    operand, matrix = operands.split(",")
     codes, scales = weights.codes, weights.scales
     scaled = [letter for letter, count in zip(matrix, scales.shape, strict=True) if count > 1]
     later = [letter for letter in scaled if letter not in out]
-    sums = "".join([*(one for one in out if one in given), *later])
-    sums += "".join(letter for letter in out if letter not in given)
+    sums = "".join([*(letter for letter in out if letter in operand), *later])
+    sums += "".join(letter for letter in out if letter not in operand)
     factors = spread(scales, matrix, sums).astype(jnp.float32)
     for letter in _split(matrix, weights):
         inside, groups = _unused(spec), scales.shape[matrix.index(letter)]
         codes = codes if weights.apart else _divided(codes, matrix.index(letter), groups)
-        x = _divided(x, given.index(letter), groups)
-        given, matrix = (text.replace(letter, letter + inside) for text in (given, matrix))
+        x = _divided(x, operand.index(letter), groups)
+        operand, matrix = (text.replace(letter, letter + inside) for text in (operand, matrix))
     wide = jnp.float32
-    form = f"{given},{matrix}->{sums}"
-    made = jnp.einsum(form, x, codes.astype(x.dtype), preferred_element_type=wide) * factors
-    total = made.sum([sums.index(letter) for letter in later])
+    form = f"{operand},{matrix}->{sums}"
+    partial_sums = jnp.einsum(form, x, codes.astype(x.dtype), preferred_element_type=wide) * factors
+    total = partial_sums.sum([sums.index(letter) for letter in later])
     left = [letter for letter in sums if letter not in later]
     return total.transpose([left.index(letter) for letter in out]).astype(x.dtype)
 

@@ -63,14 +63,14 @@ class QuantizedWeight(nnx.Module):
 def with_members_apart(stacked: Any) -> Any:
     """Arrays of layers [layers, ...] whose codes have a dim for the members of a group, see :func:`~systolic.models.quantized.codes.members_apart`."""
     codes, scales = jax.tree_util.DictKey(CODES), jax.tree_util.DictKey(SCALES)
-    found, form = jax.tree_util.tree_flatten_with_path(stacked)
-    arrays = dict(found)
+    leaves, form = jax.tree_util.tree_flatten_with_path(stacked)
+    arrays = dict(leaves)
 
-    def one(path: tuple[Any, ...], value: Any) -> Any:
+    def apart(path: tuple[Any, ...], value: Any) -> Any:
         own = arrays.get(tuple(scales if key == codes else key for key in path))
         return value if codes not in path or own is None else members_apart(value, own)
 
-    return form.unflatten([one(path, value) for path, value in found])
+    return form.unflatten([apart(path, value) for path, value in leaves])
 
 
 def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], platform: str) -> None:
@@ -123,31 +123,31 @@ def formats_of_all(
         axes: Logical names of their dims.
         kind: Of the codes.
     """
-    found = {}
+    formats = {}
     for path, names in axes.items():
         if names is None or not model.quantizable(path):
             continue
         inputs, shape = inputs_of(names), shapes[path]
         if len(shape) - (names[0] in STACKED) < 2:
             continue
-        asked = MatrixFormat(format=kind, group=kind.group)
-        found[path] = (inputs, fitting(asked, shape[inputs[-1]], model.fewest_bits(path)))
-    return found
+        matrix_format = MatrixFormat(format=kind, group=kind.group)
+        formats[path] = (inputs, fitting(matrix_format, shape[inputs[-1]], model.fewest_bits(path)))
+    return formats
 
 
 def fitting(
-    asked: MatrixFormat, size: int, fewest_bits: int, *, factored: bool = True
+    matrix_format: MatrixFormat, size: int, fewest_bits: int, *, factored: bool = True
 ) -> MatrixFormat:
     """The format of a matrix: with a group that divides its last input dim of ``size``; int8 where 4 bits are too few, groups would be under :data:`LEAST_GROUP`, or its inputs stay as they are since they are not ``factored``."""
-    if asked.format.activations and not factored:
+    if matrix_format.format.activations and not factored:
         return INT8
-    if not asked.group:
-        return asked
-    group = math.gcd(size, asked.group)
-    narrow = group < min(LEAST_GROUP, asked.group)
-    if asked.format.bits == 4 and (narrow or fewest_bits > 4):
+    if not matrix_format.group:
+        return matrix_format
+    group = math.gcd(size, matrix_format.group)
+    narrow = group < min(LEAST_GROUP, matrix_format.group)
+    if matrix_format.format.bits == 4 and (narrow or fewest_bits > 4):
         return INT8
-    return replace(asked, group=group)
+    return replace(matrix_format, group=group)
 
 
 def plain_path(path: str) -> str:

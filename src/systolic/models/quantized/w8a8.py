@@ -90,18 +90,20 @@ def w8a8_product(
     """
     assert weights.inputs is not None
     operands, out = spec.split("->")
-    given, matrix = operands.split(",")
-    factored = {one for one, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1}
-    scaled = {one for one, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
+    operand, matrix = operands.split(",")
+    factored = {
+        letter for letter, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1
+    }
+    scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
     if not factored.isdisjoint(out) or not scaled <= set(out):
         return _of_floats(spec, x, weights, make)
-    summed = [given.index(one) for one in given if one in matrix and one not in out]
-    wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, given))
+    summed = [operand.index(letter) for letter in operand if letter in matrix and letter not in out]
+    wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, operand))
     largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
     scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
     sums = sums_of(spec, _rounded(wide / scales), weights.codes)
-    made = sums.astype(jnp.float32) * spread(scales, given, out)
-    return (made * spread(weights.scales, matrix, out).astype(jnp.float32)).astype(x.dtype)
+    outputs = sums.astype(jnp.float32) * spread(scales, operand, out)
+    return (outputs * spread(weights.scales, matrix, out).astype(jnp.float32)).astype(x.dtype)
 
 
 def w8a8_convolution(
@@ -133,11 +135,13 @@ def _of_floats(
     assert weights.inputs is not None
     operands, out = spec.split("->")
     _, matrix = operands.split(",")
-    factored = {one for one, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1}
+    factored = {
+        letter for letter, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1
+    }
     if not factored <= set(out):
         return make(spec, x, weights.restored(x.dtype))
-    made = quantized_product(spec, x, replace(weights, inputs=None), make)
-    return made * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
+    outputs = quantized_product(spec, x, replace(weights, inputs=None), make)
+    return outputs * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
 
 
 def _rounded(wide: jax.Array) -> jax.Array:

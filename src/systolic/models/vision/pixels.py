@@ -116,15 +116,15 @@ def labels(config: Config) -> tuple[str, ...]:
 
     Of equal names, such as ImageNet's two cranes, the later have their number behind them.
     """
-    given = config.get("id2label") or {}
-    names = {int(number): str(name) for number, name in given.items()}
+    by_number = config.get("id2label") or {}
+    names = {int(number): str(name) for number, name in by_number.items()}
     if all(name == f"LABEL_{number}" for number, name in names.items()):
         return ()
-    found: list[str] = []
+    class_names: list[str] = []
     for number in range(len(names)):
         name = names.get(number, str(number))
-        found.append(f"{name} ({number})" if name in found else name)
-    return tuple(found)
+        class_names.append(f"{name} ({number})" if name in class_names else name)
+    return tuple(class_names)
 
 
 def side(config: Config, name: str, default: int) -> int:
@@ -133,10 +133,10 @@ def side(config: Config, name: str, default: int) -> int:
     Raises:
         OptionError: it is not square.
     """
-    given: Any = config.get(name, default)
-    sides = {given} if isinstance(given, int) else set(given)
+    size: Any = config.get(name, default)
+    sides = {size} if isinstance(size, int) else set(size)
     if len(sides) > 1:
-        raise OptionError(f"{name} is {given} and only squares are known")
+        raise OptionError(f"{name} is {size} and only squares are known")
     return sides.pop()
 
 

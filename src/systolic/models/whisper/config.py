@@ -182,10 +182,10 @@ CODES = {name.replace("_", " "): code for code, name in zip(_WORDS[::2], _WORDS[
 
 def token_of(language: str) -> str:
     """The token of a language: ``<|de|>`` for ``de``, ``<|de|>``, ``german`` and ``German``."""
-    given = language.lower()
-    if given.startswith("<|"):
-        return given
-    return f"<|{CODES.get(given, given)}|>"
+    lowered = language.lower()
+    if lowered.startswith("<|"):
+        return lowered
+    return f"<|{CODES.get(lowered, lowered)}|>"
 
 
 def language_of(token: str) -> str:
@@ -196,4 +196,4 @@ def language_of(token: str) -> str:
 
 def name_of(code: str) -> str:
     """The first name of a language by its code: ``german``; "" for ""."""
-    return next((name for name, one in CODES.items() if one == code), "")
+    return next((name for name, listed in CODES.items() if listed == code), "")

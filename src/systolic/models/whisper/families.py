@@ -32,10 +32,10 @@ def whisper(config: Config) -> Whisper:
     for name, known in KNOWN.items():
         if config.get(name, known) != known:
             raise OptionError(f"{name} is {config[name]!r} and only {known!r} is known")
-    for one, other in SAME:
-        if config[one] != config[other]:
+    for size, other in SAME:
+        if config[size] != config[other]:
             raise OptionError(
-                f"{one} is {config[one]} and {other} {config[other]}; only equal ones are known"
+                f"{size} is {config[size]} and {other} {config[other]}; only equal ones are known"
             )
     return Whisper(
         encoder_layers=config["encoder_layers"],

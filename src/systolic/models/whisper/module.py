@@ -103,10 +103,10 @@ class BiasedAttention(nnx.Module):
     def _project(
         self, x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, label: str
     ) -> jax.Array:
-        made = product(self.target, "bsd,dhe->bshe", x, kernel[...], heads=True)
+        projected = product(self.target, "bsd,dhe->bshe", x, kernel[...], heads=True)
         if bias is not None:
-            made = made + bias[...].reshape(self.shape)
-        return self.target.constrain(name(made, label), *HEADS)
+            projected = projected + bias[...].reshape(self.shape)
+        return self.target.constrain(name(projected, label), *HEADS)
 
 
 class GeluMlp(nnx.Module):
@@ -177,8 +177,8 @@ class WritingBlock(nnx.Module):
         query, key, value = self.own(x)
         x = self.after(x, attention(self.target, query, key, value, Masking(causal=True)))
         with jax.named_scope("cross"):
-            asked = self.asked(x)
-            x = x + self.cross.merge(attention(self.target, asked, cross_key, cross_value))
+            cross_query = self.cross_query(x)
+            x = x + self.cross.merge(attention(self.target, cross_query, cross_key, cross_value))
         return self.ended(x), (key, value)
 
     def own(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -193,7 +193,7 @@ class WritingBlock(nnx.Module):
         with jax.named_scope("attention"):
             return x + self.attention.merge(attended)
 
-    def asked(self, x: jax.Array) -> jax.Array:
+    def cross_query(self, x: jax.Array) -> jax.Array:
         """Queries of cross attention, [batch, n, heads, head_dim]."""
         return self.cross.queries(gathered(self.target, self.cross_norm(x)))
 
@@ -326,13 +326,13 @@ class WhisperModule(nnx.Module):
         positions = cache.length[:, None]
         sight = Sight(positions, 0, Logits(scale=self.config.head_dim**-0.5))
 
-        def layer(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
-            state, (key, value, cross_key, cross_value) = given
+        def layer(x: jax.Array, layer_parts: Any) -> tuple[jax.Array, Any]:
+            state, (key, value, cross_key, cross_value) = layer_parts
             block = nnx.merge(graph, state)
             query, own_key, own_value = block.own(x)
             part = ScorePart(query, own_key, key)
             x = block.after(x, attend_one([part], own_value, value, sight))
-            heard = attend_all(block.asked(x), cross_key, cross_value)
+            heard = attend_all(block.cross_query(x), cross_key, cross_value)
             return block.ended(x + block.cross.merge(heard)), (own_key[:, 0], own_value[:, 0])
 
         x = self.embed(tokens[:, None], positions)

@@ -73,25 +73,25 @@ def stage(search: SearchProgress) -> str:
     return words[search.stage]
 
 
-def line(search: SearchProgress, one: Trial) -> str:
+def line(search: SearchProgress, trial: Trial) -> str:
     """Line of a result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
-    text = f"{_place(search)} {one.candidate.name}: {result(one)}"
-    return f"{text}  <- best so far" if one is search.best else text
+    text = f"{_place(search)} {trial.candidate.name}: {result(trial)}"
+    return f"{text}  <- best so far" if trial is search.best else text
 
 
-def result(one: Trial) -> str:
+def result(trial: Trial) -> str:
     """Result of a candidate as text."""
-    made, total = one.forecast, one.total
-    if made is None or total is None:
-        return terminal.one_line(reason_of(one), 160)
-    parts = [readings.step(made.step_seconds or 0.0)]
-    if made.mfu is not None:
-        parts.append(f"{figures.percent(made.mfu)} MFU")
-    parts += [readings.memory(one), days(total.seconds)]
+    forecast, total = trial.forecast, trial.total
+    if forecast is None or total is None:
+        return terminal.one_line(reason_of(trial), 160)
+    parts = [readings.step(forecast.step_seconds or 0.0)]
+    if forecast.mfu is not None:
+        parts.append(f"{figures.percent(forecast.mfu)} MFU")
+    parts += [readings.memory(trial), days(total.seconds)]
     if total.usd is not None:
         parts.append(readings.money(total.usd))
     text = ", ".join(parts)
-    return f"{text}; {one.broken}" if one.broken else text
+    return f"{text}; {trial.broken}" if trial.broken else text
 
 
 def drawing(search: SearchProgress) -> Group:

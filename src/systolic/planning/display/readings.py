@@ -47,7 +47,7 @@ class RankingRow:
     """Row of the ranking: one candidate."""
 
     rank: int
-    one: Trial
+    trial: Trial
     slice: str
     layout: str
     unlike: str
@@ -98,45 +98,45 @@ def wall_time(wall: Wall) -> str:
     return days(wall.seconds) if math.isfinite(wall.seconds) else "never ends"
 
 
-def wall(one: Wall) -> str:
+def wall(clock: Wall) -> str:
     """Wall-clock as text: ``4.1 days: 4 days of steps, start-up 3 m 20 s, …``."""
-    parts = [f"{days(one.train_seconds)} of steps", f"start-up {duration(one.start_seconds)}"]
-    size = f"{one.checkpoint_bytes / 1e9:.3g} GB"
-    count = figures.plural(one.checkpoints, "checkpoint")
-    parts.append(f"{count} of {size} {duration(one.checkpoint_seconds)}")
-    need, have = one.data_bytes_per_second / 1e9, one.host_bytes_per_second / 1e9
+    parts = [f"{days(clock.train_seconds)} of steps", f"start-up {duration(clock.start_seconds)}"]
+    size = f"{clock.checkpoint_bytes / 1e9:.3g} GB"
+    count = figures.plural(clock.checkpoints, "checkpoint")
+    parts.append(f"{count} of {size} {duration(clock.checkpoint_seconds)}")
+    need, have = clock.data_bytes_per_second / 1e9, clock.host_bytes_per_second / 1e9
     data = f"data {need:.2g} GB/s a host, which reads {have:.3g}"
-    if one.data_seconds:
-        data += f": {days(one.data_seconds)} of waiting"
+    if clock.data_seconds:
+        data += f": {days(clock.data_seconds)} of waiting"
     parts.append(data)
-    if one.preemptions and math.isfinite(one.seconds):
-        lost = days(one.lost_seconds)
-        parts.append(f"preemptions expected: {one.preemptions:.2g}, which cost {lost}")
-    elif one.preemptions:
+    if clock.preemptions and math.isfinite(clock.seconds):
+        lost = days(clock.lost_seconds)
+        parts.append(f"preemptions expected: {clock.preemptions:.2g}, which cost {lost}")
+    elif clock.preemptions:
         parts.append("preemptions undo more than a start and half the steps of a checkpoint take")
-    ends = [money(one.usd)] if one.usd is not None else []
-    if one.kg_co2 is not None:
-        ends.append(f"{energy(one.kg_co2)} kg CO2")
-    return f"{wall_time(one)}: {', '.join(parts)}" + (f"; {', '.join(ends)}" if ends else "")
+    ends = [money(clock.usd)] if clock.usd is not None else []
+    if clock.kg_co2 is not None:
+        ends.append(f"{energy(clock.kg_co2)} kg CO2")
+    return f"{wall_time(clock)}: {', '.join(parts)}" + (f"; {', '.join(ends)}" if ends else "")
 
 
-def interval(one: Trial) -> str:
+def interval(trial: Trial) -> str:
     """Interval of the step time: ``−8 to +12 %``; empty where unknown."""
-    made = one.forecast
-    if made is None or not made.step_seconds or made.low is None:
+    forecast = trial.forecast
+    if forecast is None or not forecast.step_seconds or forecast.low is None:
         return ""
-    if made.high is None:
-        return f"{readings.bound(made)}: {summary(made.incomplete)}"
-    low, high = (bound / made.step_seconds - 1 for bound in (made.low, made.high))
+    if forecast.high is None:
+        return f"{readings.bound(forecast)}: {summary(forecast.incomplete)}"
+    low, high = (bound / forecast.step_seconds - 1 for bound in (forecast.low, forecast.high))
     return f"{low * 100:+.0f} to {high * 100:+.0f} %".replace("-", "−")
 
 
-def memory(one: Trial) -> str:
+def memory(trial: Trial) -> str:
     """``13.10 of 15.75 GiB`` of one device."""
-    made = one.forecast
-    if made is None:
+    forecast = trial.forecast
+    if forecast is None:
         return figures.MISSING
-    need, have = readings.needed(made), made.capacity_bytes
+    need, have = readings.needed(forecast), forecast.capacity_bytes
     return f"{need / GIB:.2f} of {have / GIB:.2f} GiB" if have else f"{need / GIB:.2f} GiB"
 
 
@@ -144,8 +144,8 @@ def verdict(plan: Plan) -> Verdict:
     """Verdict of a plan: the answer with its totals, or what is nearest to one."""
     best = plan.best
     if best is None:
-        broken = any(one.broken for one in plan.tried) or any(
-            one.rule is RefusalRule.goal for one in plan.refused
+        broken = any(trial.broken for trial in plan.tried) or any(
+            refused.rule is RefusalRule.goal for refused in plan.refused
         )
         word = "none meets the goal" if broken else "nothing fits"
         if plan.stopped:
@@ -174,8 +174,8 @@ def verdict(plan: Plan) -> Verdict:
 def nearest(plan: Plan) -> str:
     """The rejected candidate nearest to an answer, with its figures."""
     tried = (RefusalRule.compiler, RefusalRule.goal)
-    if found := [reason for reason in reasons(plan) if reason.rule in tried]:
-        return f"nearest is {found[0].nearest}"
+    if failures := [reason for reason in reasons(plan) if reason.rule in tried]:
+        return f"nearest is {failures[0].nearest}"
     others = reasons(plan)
     if others:
         return f"nothing was worth a compile: {others[0].nearest}"
@@ -193,55 +193,57 @@ def command(plan: Plan, path: Path | None, number: int = 1) -> str:
 
 def rows(plan: Plan) -> list[RankingRow]:
     """The ranking."""
-    front, ranking = {id(one) for one in plan.pareto}, plan.ranking
-    return [_row(rank, one, ranking[0], id(one) in front) for rank, one in enumerate(ranking, 1)]
+    front, ranking = {id(trial) for trial in plan.pareto}, plan.ranking
+    return [
+        _row(rank, trial, ranking[0], id(trial) in front) for rank, trial in enumerate(ranking, 1)
+    ]
 
 
-def _row(rank: int, one: Trial, best: Trial, pareto: bool) -> RankingRow:
-    made, total = one.forecast, one.total
-    assert made is not None
+def _row(rank: int, trial: Trial, best: Trial, pareto: bool) -> RankingRow:
+    forecast, total = trial.forecast, trial.total
+    assert forecast is not None
     assert total is not None
-    need, have = readings.needed(made), made.capacity_bytes
+    need, have = readings.needed(forecast), forecast.capacity_bytes
     return RankingRow(
         rank=rank,
-        one=one,
-        slice=one.candidate.on.name,
-        layout=one.candidate.text,
-        unlike=unlike(best.candidate, one.candidate),
-        batch=f"{one.candidate.batch:,}",
-        step=step(made.step_seconds or 0.0),
-        mfu=figures.MISSING if made.mfu is None else f"{made.mfu * 100:.1f} %",
+        trial=trial,
+        slice=trial.candidate.on.name,
+        layout=trial.candidate.text,
+        unlike=unlike(best.candidate, trial.candidate),
+        batch=f"{trial.candidate.batch:,}",
+        step=step(forecast.step_seconds or 0.0),
+        mfu=figures.MISSING if forecast.mfu is None else f"{forecast.mfu * 100:.1f} %",
         memory=f"{need / GIB:.1f} of {have / GIB:.1f}",
         memory_share=need / have if have else 0.0,
         time=days(total.seconds),
         usd=money(total.usd),
         kwh=energy(total.kwh),
-        compile=DEPTHS[one.depth],
+        compile=DEPTHS[trial.depth],
         pareto=pareto,
     )
 
 
-def unlike(best: Candidate, one: Candidate) -> str:
+def unlike(best: Candidate, candidate: Candidate) -> str:
     """Settings of a candidate that differ from the best: ``data 4, remat full``; ``+out`` for an added name."""
-    now, then = best.layout.words(), one.layout.words()
+    now, then = best.layout.words(), candidate.layout.words()
     parts = []
     for name, value in then.items():
         if value == now[name]:
             continue
-        if name == "remat" and one.layout.remat is best.layout.remat:
-            parts.append(_names(best.layout, one.layout))
+        if name == "remat" and candidate.layout.remat is best.layout.remat:
+            parts.append(_names(best.layout, candidate.layout))
         else:
             parts.append(f"{name} {value}")
-    if one.flags != best.flags and one.flags.generations:
-        parts.append(f"flags {one.flags.name}")
-    elif one.flags != best.flags:
+    if candidate.flags != best.flags and candidate.flags.generations:
+        parts.append(f"flags {candidate.flags.name}")
+    elif candidate.flags != best.flags:
         parts.append(f"no flags {best.flags.name}")
-    if one.precision is not best.precision:
-        parts.append(f"precision {one.precision.value}")
+    if candidate.precision is not best.precision:
+        parts.append(f"precision {candidate.precision.value}")
     return ", ".join(parts)
 
 
-def _names(best: Layout, one: Layout) -> str:
+def _names(best: Layout, layout: Layout) -> str:
     """Names added to or removed from a policy: ``remat +out -mlp, keep +attention``."""
 
     def change(before: Sequence[str], after: Sequence[str]) -> str:
@@ -249,18 +251,18 @@ def _names(best: Layout, one: Layout) -> str:
         return " ".join([*more, *(f"-{name}" for name in before if name not in after)])
 
     kinds = {
-        "remat": change(best.remat_names, one.remat_names),
-        "keep": change(best.saved_names, one.saved_names),
+        "remat": change(best.remat_names, layout.remat_names),
+        "keep": change(best.saved_names, layout.saved_names),
     }
     return ", ".join(f"{kind} {text}" for kind, text in kinds.items() if text)
 
 
-def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:
+def shown(ranked: Sequence[RankingRow], room: int) -> list[RankingRow]:
     """At most ``room`` rows: the first, the best of each slice and the front, then by rank."""
     firsts: dict[str, RankingRow] = {}
-    for row in found:
+    for row in ranked:
         firsts.setdefault(row.slice, row)
-    wanted = [*found[:1], *firsts.values(), *(row for row in found if row.pareto), *found]
+    wanted = [*ranked[:1], *firsts.values(), *(row for row in ranked if row.pareto), *ranked]
     kept = {row.rank: row for row in wanted[:1]}
     for row in wanted:
         if len(kept) == room:
@@ -271,12 +273,12 @@ def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:
 
 def reasons(plan: Plan) -> list[Reason]:
     """Rejected layouts by rule."""
-    found = []
+    rejections = []
     failed = plan.failed
     if failed:
         words = _failed_words(failed)
-        names = {one.candidate.on.name for one in failed}
-        found.append(
+        names = {trial.candidate.on.name for trial in failed}
+        rejections.append(
             Reason(
                 rule=RefusalRule.compiler,
                 words=words,
@@ -286,35 +288,35 @@ def reasons(plan: Plan) -> list[Reason]:
             )
         )
     by_rule: dict[RefusalRule, list[Refused]] = {}
-    for one in plan.refused:
-        by_rule.setdefault(one.rule, []).append(one)
+    for refusal in plan.refused:
+        by_rule.setdefault(refusal.rule, []).append(refusal)
     for rule in sorted(by_rule, key=list(RefusalRule).index):
         group = by_rule[rule]
         near = min(group, key=_miss)
         if rule is RefusalRule.not_compiled:
             near = group[0]  # the search puts the most promising first
-        found.append(
+        rejections.append(
             Reason(
                 rule=rule,
                 words=RULES[rule],
-                layouts=sum(one.count for one in group),
-                slices=len({one.on.name for one in group}),
+                layouts=sum(refusal.count for refusal in group),
+                slices=len({refusal.on.name for refusal in group}),
                 nearest=f"{near.on.name}: {near.reason}",
             )
         )
-    return found
+    return rejections
 
 
-def _miss(one: Refused) -> tuple[float, int, str]:
+def _miss(refusal: Refused) -> tuple[float, int, str]:
     """Sort key of a near miss: the rule's figure, else the strongest slice; never the order of ``--on``."""
-    memory = one.on.num_chips * (one.on.chip.hbm_bytes or 0)
-    return math.inf if one.miss is None else one.miss, -memory, one.on.name
+    memory = refusal.on.num_chips * (refusal.on.chip.hbm_bytes or 0)
+    return math.inf if refusal.miss is None else refusal.miss, -memory, refusal.on.name
 
 
 def _failed_words(failed: Sequence[Trial]) -> str:
     """``3 do not fit, 2 break the goal, 1 did not compile``."""
-    unfit = sum(one.forecast is not None and not one.forecast.fits for one in failed)
-    broken = sum(one.broken is not None for one in failed)
+    unfit = sum(trial.forecast is not None and not trial.forecast.fits for trial in failed)
+    broken = sum(trial.broken is not None for trial in failed)
     numbers = [
         (unfit, "does not fit" if unfit == 1 else "do not fit"),
         (broken, "breaks the goal" if broken == 1 else "break the goal"),
@@ -326,18 +328,18 @@ def _failed_words(failed: Sequence[Trial]) -> str:
 def _nearest_failed(plan: Plan, failed: Sequence[Trial]) -> str:
     """The nearest failed trial: one that breaks the goal before one that does not fit, before an error."""
 
-    def miss(one: Trial) -> tuple[int, float, str]:
-        name = one.candidate.name
-        if one.total is not None:
-            return 0, plan.goal.excess(one.total), name
-        if one.forecast is not None:
-            have = one.forecast.capacity_bytes
-            return 1, readings.needed(one.forecast) / have if have else 0.0, name
+    def miss(trial: Trial) -> tuple[int, float, str]:
+        name = trial.candidate.name
+        if trial.total is not None:
+            return 0, plan.goal.excess(trial.total), name
+        if trial.forecast is not None:
+            have = trial.forecast.capacity_bytes
+            return 1, readings.needed(trial.forecast) / have if have else 0.0, name
         return 2, 0.0, name
 
-    one = min(failed, key=miss)
-    failure = "" if one.problem is None else "failed: "
-    return f"{one.candidate.name}, which {failure}{reason_of(one)}"
+    trial = min(failed, key=miss)
+    failure = "" if trial.problem is None else "failed: "
+    return f"{trial.candidate.name}, which {failure}{reason_of(trial)}"
 
 
 def work(plan: Plan) -> str:
@@ -364,8 +366,10 @@ def work(plan: Plan) -> str:
 
 def searched(plan: Plan) -> str:
     """``12,345 layouts of 3 slices analysed, 24 compiled (2 in full), 4 m 05 s``."""
-    names = {one.candidate.on.name for one in plan.tried} | {one.on.name for one in plan.refused}
-    full = sum(one.full for one in plan.tried)
+    names = {trial.candidate.on.name for trial in plan.tried} | {
+        refused.on.name for refused in plan.refused
+    }
+    full = sum(trial.full for trial in plan.tried)
     text = f"{figures.plural(plan.searched, 'layout')} of {figures.plural(len(names), 'slice')} analysed, {len(plan.tried)} compiled"
     if full:
         text += f" ({full} in full)"

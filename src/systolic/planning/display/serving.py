@@ -41,14 +41,14 @@ def lines(plan: ServingPlan, width: int) -> list[Text]:
     """The screen, ``width`` columns wide; commands are never cut."""
     demand = plan.demand
     load, limits = demand.load, demand.limits
-    asked = f"{plan.name} for {demand.requests_per_second:g} requests a second of {load.prompt_tokens:,} + {load.output_tokens:,} tokens"
+    requested = f"{plan.name} for {demand.requests_per_second:g} requests a second of {load.prompt_tokens:,} + {load.output_tokens:,} tokens"
     within = f", {limits}" if limits.given else ""
     formats = [
         f"{what} in {how}"
         for what, how in (("weights", plan.weights), ("cache", plan.cache))
         if how != "plain"
     ]
-    head = "; ".join([asked + within, *formats])
+    head = "; ".join([requested + within, *formats])
     shown = [Text(line, style="bold") for line in _wrapped(head, width)]
     best = plan.best
     if best is None:
@@ -67,8 +67,8 @@ def lines(plan: ServingPlan, width: int) -> list[Text]:
         shown += [Text(f"  {more} more with --json", style="dim")] if more else []
     if plan.rejected:
         shown += [Text(""), Text("rejected", style="dim")]
-        for one in plan.rejected[:REJECTED]:
-            text = f"{one.name}: {one.reason}"
+        for rejection in plan.rejected[:REJECTED]:
+            text = f"{rejection.name}: {rejection.reason}"
             shown += [Text(line) for line in _wrapped(text, width, "  ", "    ")]
         more = len(plan.rejected) - REJECTED
         shown += [Text(f"  {more} more with --json", style="dim")] if more > 0 else []
@@ -123,31 +123,33 @@ def _table(
     answer: ServingCandidate | None = None,
 ) -> list[Text]:
     """Candidates with a line each, the answer's in bold."""
-    names = max(len(_short(one)) for one in candidates)
+    names = max(len(_short(candidate)) for candidate in candidates)
     head = "".join(f"{name:>{size}}" for name, size in COLUMNS)
     shown = [Text(title), Text(f"{'':<{names}}{head}", style="dim")]
-    for one in candidates:
+    for candidate in candidates:
         cells = "".join(
-            f"{cell:>{size}}" for cell, (_, size) in zip(_cells(one), COLUMNS, strict=True)
+            f"{cell:>{size}}" for cell, (_, size) in zip(_cells(candidate), COLUMNS, strict=True)
         )
-        text = Text(f"{_short(one):<{names}}{cells}", style="bold" if one is answer else "")
+        text = Text(
+            f"{_short(candidate):<{names}}{cells}", style="bold" if candidate is answer else ""
+        )
         text.truncate(width, overflow="ellipsis")
         shown.append(text)
     return shown
 
 
-def _short(one: ServingCandidate) -> str:
+def _short(candidate: ServingCandidate) -> str:
     """``v6e-8 4x2``: engines, and the devices of the tensor axis of each; an expert axis follows with an e."""
-    layout = one.layout
+    layout = candidate.layout
     expert = f"xe{layout.expert}" if layout.expert > 1 else ""
-    return f"{one.on.name} {layout.data}x{layout.tensor}{expert}"
+    return f"{candidate.on.name} {layout.data}x{layout.tensor}{expert}"
 
 
-def _cells(one: ServingCandidate) -> tuple[str, ...]:
-    fleet, state = one.fleet, one.fleet.state
+def _cells(candidate: ServingCandidate) -> tuple[str, ...]:
+    fleet, state = candidate.fleet, candidate.fleet.state
     return (
         f"{fleet.replicas:,}",
-        f"{one.chips:,}",
+        f"{candidate.chips:,}",
         "-" if fleet.usd_per_hour is None else f"{fleet.usd_per_hour:,.2f}",
         _dollars(fleet.usd_per_million_tokens),
         _dollars(fleet.usd_per_million_output_tokens),

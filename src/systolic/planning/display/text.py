@@ -77,7 +77,7 @@ def text(note: PlanNote) -> str:
             return f"the search ended once a layout fitted, and this is {among} found by then; --on {note.slice} --goal time goes on for speed"
         case ScheduleOnly():
             more = f"--finalists {note.full_compiles + 2} makes more full compiles"
-            if note.asked:
+            if note.more_requested:
                 more = "its full compile did not end in time; --time-limit 2h gives it more time"
             return f"the best was compiled up to its schedule only: memory is exact, op times are estimates; {more}"
         case WallAssumed():
@@ -176,10 +176,10 @@ def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
 
 def _table(plan: Plan, width: int) -> list[Text]:
     """Ranking with a line per candidate: figures, and differences from the best."""
-    found = readings.rows(plan)
-    if not found:
+    ranked = readings.rows(plan)
+    if not ranked:
         return []
-    rows = readings.shown(found, ROWS)
+    rows = readings.shown(ranked, ROWS)
     cells = [_cells(row) for row in rows]
     hidden = {name for name in _VARYING if len({cell[name] for cell in cells}) == 1}
     if plan.goal.objective is not Objective.energy:
@@ -203,7 +203,7 @@ def _table(plan: Plan, width: int) -> list[Text]:
         texts = _beside(line(mark, cell, ""), row.unlike, marks + 2, width)
         shown += [_cut(Text(text, style=style), width) for text in texts]
     front = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
-    more = len(found) - len(rows)
+    more = len(ranked) - len(rows)
     parts = [front, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
     if text := "; ".join(part for part in parts if part):
         shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))

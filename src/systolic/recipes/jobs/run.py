@@ -19,8 +19,8 @@ from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
 from systolic.runs import paths, trust
 from systolic.runs.job_record import JobRecord, job_from_json
-from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
+from systolic.runs.trust import check_revision
 
 
 class Rebuilt(NamedTuple):
@@ -43,57 +43,58 @@ def files(source: JobSource, job: Job, warn: Callable[[str], None]) -> dict[str,
     Raises:
         DataError: the tokenizer's file has changed since it was read.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     recipe = source.recipe
     if recipe.reads is not None:
         recipe.reads.close()
         read, too_large = recipe.reads.kept(paths.named(dict(source.options)))
-        found |= {f"{MODULES}/{name}": content for name, content in read.items()}
+        contents |= {f"{MODULES}/{name}": content for name, content in read.items()}
         for line in too_large:
             warn(line)
     if recipe.file is not None:
-        found[RECIPE] = recipe.source
-        found |= {f"{MODULES}/{name}": content for name, content in recipe.modules.items()}
+        contents[RECIPE] = recipe.source
+        contents |= {f"{MODULES}/{name}": content for name, content in recipe.modules.items()}
     if isinstance(job.data, TextData):
         kept = job.data.get_tokenizer().files()
-        found |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
+        contents |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
     if isinstance(job.data, Instructions):
-        found[f"{TOKENIZER}/{TEMPLATE}"] = job.data.template.encode()
+        contents[f"{TOKENIZER}/{TEMPLATE}"] = job.data.template.encode()
         if job.data.tool_template:
-            found[f"{TOKENIZER}/{TOOL_TEMPLATE}"] = job.data.tool_template.encode()
-        found[f"{TOKENIZER}/{KEPT}"] = json.dumps(dict(job.data.tokens)).encode()
+            contents[f"{TOKENIZER}/{TOOL_TEMPLATE}"] = job.data.tool_template.encode()
+        contents[f"{TOKENIZER}/{KEPT}"] = json.dumps(dict(job.data.tokens)).encode()
     if job.start is not None:
         kept = kept_files(job.start)
-        found |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
-    return found
+        contents |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
+    return contents
 
 
-def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, Any]:
+def options(arguments: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, Any]:
     """A recipe's options for job.json; a tokenizer is the one in the run.
 
     Args:
-        given: The options.
+        arguments: The options.
         job: Made from them.
         run: The run's directory; None for one that is not there yet.
     """
-    found = paths.absolute(dict(given))
+    recorded = paths.absolute(dict(arguments))
     if run is not None:
-        return recipes.plain(paths.saved(found, run))
+        return recipes.plain(paths.saved(recorded, run))
     file = job.data.get_tokenizer().file() if isinstance(job.data, TextData) else None
     labels = job.data.labels()
-    if labels and found.get("classes", labels) is None:
+    if labels and recorded.get("classes", labels) is None:
         # They were counted in the data, which may be gone when the run is used.
-        found["classes"] = len(labels)
+        recorded["classes"] = len(labels)
     if file is not None:
         sources = (file.absolute(), file.absolute().parent)
         # The model that a job begins with may be the tokenizer's folder, and has weights that the run has not.
-        found = {
-            n: Path(TOKENIZER) if v in sources and v != job.start else v for n, v in found.items()
+        recorded = {
+            n: Path(TOKENIZER) if v in sources and v != job.start else v
+            for n, v in recorded.items()
         }
-        if "tokenizer" in found and found["tokenizer"] is None:
+        if "tokenizer" in recorded and recorded["tokenizer"] is None:
             # It came with the data, which may be gone when the run is used.
-            found["tokenizer"] = Path(TOKENIZER)
-    return recipes.plain(found)
+            recorded["tokenizer"] = Path(TOKENIZER)
+    return recipes.plain(recorded)
 
 
 def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Rebuilt:
@@ -126,10 +127,10 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
         name: paths.located(value, run.path, record.directory) for name, value in typed.items()
     }
     options = _without_gone(options, run)
-    made = under_plan(recipe(options), record.plan)
+    job = under_plan(recipe(options), record.plan)
     if record.labels:
-        made = replace(made, data=made.data.with_labels(record.labels))
-    return Rebuilt(recipe, replace(made, data=with_tokenizer(run, made.data)), options)
+        job = replace(job, data=job.data.with_labels(record.labels))
+    return Rebuilt(recipe, replace(job, data=with_tokenizer(run, job.data)), options)
 
 
 def _without_gone(options: Mapping[str, Any], run: Run) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Sources of a job: a recipe with its options or a Job, and the candidate of a plan."""
+"""Sources of a job: a recipe with its options or a Job, and the candidate of a plan.
+
+Compiler flags of a run: what ``--flags``, its plan and its own record say of them.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic import recipes
+from systolic.chips import slice
+from systolic.chips.flags import NONE, resolved
 from systolic.core.errors import OptionError
 from systolic.core.option_words import flat, negated, option_words
 from systolic.core.ranges import dashed
@@ -13,7 +18,7 @@ from systolic.job import Job, Layout
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options, under_plan
 from systolic.runs import paths
-from systolic.runs.job_record import types_of
+from systolic.runs.job_record import JobRecord, RunFlags, types_of
 from systolic.runs.plan_choice import Chosen
 
 
@@ -154,15 +159,58 @@ def with_plan(
 
 def recipe_of(job: Job) -> Recipe:
     """A Job as a recipe, so that its run resumes as one of a recipe does, with these options to change."""
-    made = paths.absolute(job)
+    located = paths.absolute(job)
 
-    def given(steps: int = job.steps, layout: Layout = job.layout) -> Job:
-        return replace(made, steps=steps, layout=layout)
+    def changed(steps: int = job.steps, layout: Layout = job.layout) -> Job:
+        return replace(located, steps=steps, layout=layout)
 
-    given.__doc__ = f"""The job {job.name}.
+    changed.__doc__ = f"""The job {job.name}.
 
     Args:
         steps: Optimizer steps.
         layout: How it is spread.
     """
-    return Recipe(target=job.name, function=given, of_job=True)
+    return Recipe(target=job.name, function=changed, of_job=True)
+
+
+def new_flags(words: str, chosen: Chosen | None) -> RunFlags:
+    """Flags of a new run on these devices.
+
+    Args:
+        words: What ``--flags`` says.
+        chosen: A plan's candidate, whose flags take the place of the shared set.
+
+    Raises:
+        OptionError: a word of ``words`` is no flag.
+    """
+    from systolic.steps.machine import LocalDevices
+
+    chip = LocalDevices.here().chip
+    same = chosen is not None and (chip is None or slice(chosen.slice).chip.name == chip.name)
+    base = chosen.flags if chosen is not None and same else None
+    return RunFlags(
+        given=words,
+        chip=None if chip is None else chip.name,
+        compiler=tuple(resolved(words, chip, base)),
+    )
+
+
+def kept_flags(record: JobRecord, chosen: Chosen | None, words: str | None = None) -> RunFlags:
+    """Flags of a run that is used again: its own, unless others are given or these are other devices.
+
+    Args:
+        record: The run's; one of a version that kept no flags had the compiler's defaults.
+        chosen: What still holds of its plan.
+        words: What ``--flags`` says, None where it was left out.
+
+    Raises:
+        OptionError: a word of ``words`` is no flag.
+    """
+    before = record.flags
+    if words is not None:
+        return new_flags(words, chosen)
+    now = new_flags(NONE if before is None else before.given, None if before is None else chosen)
+    if before is None:
+        compiler = () if chosen is None else tuple(chosen.flags)
+        return RunFlags(given=NONE, chip=now.chip, compiler=compiler)
+    return before if before.chip == now.chip else now

@@ -96,9 +96,9 @@ def describe_recipe(
         for line in recipes.notes(job, trains=False):
             reporter().warn(line)
     arguments = arguments_of(recipe, options)
-    made = recipe(arguments)
-    made.check_effects()
-    return RecipeDescription(recipe=recipe, options=arguments, job=made)
+    job = recipe(arguments)
+    job.check_effects()
+    return RecipeDescription(recipe=recipe, options=arguments, job=job)
 
 
 def required(recipe: Recipe) -> list[str]:

@@ -19,9 +19,9 @@ import msgspec
 from systolic.core.errors import DataError, OptionError
 from systolic.formats.program.model import ExportedProgram
 from systolic.job import Job, Layout, Model, Remat
-from systolic.models.config_fields import notes_of
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
+from systolic.models.mapping import notes_of
 from systolic.models.published import find_published, published
 from systolic.recipes.lm import BATCH, lm
 
@@ -70,27 +70,27 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         from systolic.recipes.models.other import recipe_of_program  # imports NumPy
 
         return recipe_of_program(folder)
-    found = _found(target)
-    if not isinstance(found.model, Decoder):
+    named = _named(target)
+    if not isinstance(named.model, Decoder):
         from systolic.recipes.models.other import recipe_of_other  # imports NumPy
 
-        made = recipe_of_other(found.model, found.name)
-        options = (made.__doc__ or "").partition(".")[2]
-        made.__doc__ = f"{found.origin}, {type(found.model).__name__}: random weights.{options}"
-        return made
-    model = found.model
+        function = recipe_of_other(named.model, named.name)
+        options = (function.__doc__ or "").partition(".")[2]
+        function.__doc__ = f"{named.origin}, {type(named.model).__name__}: random weights.{options}"
+        return function
+    model = named.model
     defaults: dict[str, Any] = {
         "model": model,
-        "sequence": found.row,
+        "sequence": named.row,
         "layout": Layout(remat=Remat.full),
     }
 
     @functools.wraps(lm)
     def job(**options: Any) -> Job:
-        given: dict[str, Any] = {**defaults, **options}
-        if given.get("batch") is None and given.get("batch_per_device") is None:
-            given["batch_per_device"] = 1
-        return with_fields(lm(**given), name=found.name)
+        arguments: dict[str, Any] = {**defaults, **options}
+        if arguments.get("batch") is None and arguments.get("batch_per_device") is None:
+            arguments["batch_per_device"] = 1
+        return with_fields(lm(**arguments), name=named.name)
 
     signature = inspect.signature(lm)
     job.__signature__ = signature.replace(  # ty: ignore[missing-attribute]
@@ -100,7 +100,7 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         ]
     )
     count = f"{model.num_parameters:,} parameters"
-    about = f"{found.origin}, {count}: rows of {found.row} tokens, bf16 compute on TPUs, weights and optimizer state of training in f32."
+    about = f"{named.origin}, {count}: rows of {named.row} tokens, bf16 compute on TPUs, weights and optimizer state of training in f32."
     options = (lm.__doc__ or "").partition(".")[2]
     job.__doc__ = about + options.replace(f"by default {BATCH.per_device}", "by default 1")
     return job
@@ -115,13 +115,13 @@ def notes(target: str) -> list[str]:
     if file is None or file.name == BUNDLE:
         return []
     config = read_config(file)
-    found = list(notes_of(config, str(file)))
+    lines = list(notes_of(config, str(file)))
     if (packed := config.get("quantization_config")) is not None:
         kind = packed.get("quant_method") if isinstance(packed, dict) else packed
-        found.append(
+        lines.append(
             f"{file} says that the weights are in {kind}; sizes and times here are of plain ones"
         )
-    return found
+    return lines
 
 
 def _program(target: str) -> Path | None:
@@ -134,7 +134,7 @@ def _program(target: str) -> Path | None:
     return file.parent if held else None
 
 
-def _found(target: str) -> NamedModel:
+def _named(target: str) -> NamedModel:
     known = find_published(target)
     if known is not None:
         return NamedModel(
@@ -169,7 +169,7 @@ def _found(target: str) -> NamedModel:
 def _file(path: Path) -> Path | None:
     """The file that describes a model: a config.json, a Bundle's or that of a folder; ``None`` if there is none."""
     if path.is_dir():
-        return next((path / one for one in (BUNDLE, CONFIG) if (path / one).is_file()), None)
+        return next((path / name for name in (BUNDLE, CONFIG) if (path / name).is_file()), None)
     if path.suffix != ".json" or not path.is_file():
         return None
     try:

@@ -67,14 +67,16 @@ def _pictures(own: MobileNetV2 | ResNet | ViT, name: str) -> Callable[..., Job]:
     defaults: dict[str, Any] = {"model": own}
 
     def job(**options: Any) -> Job:
-        given = {**defaults, **options}
-        model = given.pop("model")
+        arguments = {**defaults, **options}
+        model = arguments.pop("model")
         patch = {"patch": model.patch} if isinstance(model, ViT) else {}
         pixels, classes = model.pixels, model.num_classes
         named = kind.get(type(model), ImageModel.vit_b)
-        made = image(model=named, size=pixels.size, classes=classes, **patch, **given)
-        data: Any = made.data
-        return replace(made, name=name, model=model, data=replace(data, channels=pixels.channels))
+        image_job = image(model=named, size=pixels.size, classes=classes, **patch, **arguments)
+        data: Any = image_job.data
+        return replace(
+            image_job, name=name, model=model, data=replace(data, channels=pixels.channels)
+        )
 
     return _described(job, image, defaults, OF_ANOTHER)
 
@@ -137,17 +139,17 @@ def _described(
     without: tuple[str, ...] = (),
 ) -> Callable[..., Job]:
     """Gives a function the options of a recipe, with other defaults."""
-    found = []
-    for name, one in inspect.signature(like).parameters.items():
+    parameters = []
+    for name, parameter in inspect.signature(like).parameters.items():
         if name in without:
             continue
-        changed = one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        changed = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         if name in defaults:
             changed = changed.replace(default=defaults[name])
         if name == "model":
             changed = changed.replace(annotation=type(defaults[name]))
-        found.append(changed)
-    job.__signature__ = inspect.Signature(found, return_annotation=Job)  # ty: ignore[missing-attribute]
+        parameters.append(changed)
+    job.__signature__ = inspect.Signature(parameters, return_annotation=Job)  # ty: ignore[missing-attribute]
     lines = (like.__doc__ or "").splitlines(keepends=True)
     unused = tuple(f"{name}:" for name in without)
     job.__doc__ = "".join(line for line in lines if not line.lstrip().startswith(unused or ("\0",)))
@@ -173,8 +175,8 @@ def recipe_of_program(folder: Path) -> Callable[..., Job]:
         steps: Annotated[int, COUNT] = 1000,
         layout: Layout = Layout(),
     ) -> Job:
-        made = Batch.given(batch, batch_per_device, own.batch)
-        return replace(own, batch=made, steps=steps, layout=layout)
+        examples = Batch.given(batch, batch_per_device, own.batch)
+        return replace(own, batch=examples, steps=steps, layout=layout)
 
     job.__doc__ = f"""A program from {source.bundle.record.source.kind}, in float32. The loss of its train step is a stand-in, the mean square of the outputs.
 

@@ -267,14 +267,14 @@ class BundleDraft:
         shards = shards_of(planned)
         names = _names(stem, len(shards))
 
-        def made(shard: Sequence[TensorSpec]) -> Iterator[Iterator[np.ndarray]]:
+        def counted(shard: Sequence[TensorSpec]) -> Iterator[Iterator[np.ndarray]]:
             for tensor in shard:
                 yield pieces(tensor.name)
                 progress(tensor.nbytes)
 
         for name, shard in zip(names, shards, strict=True):
             with _written(self.folder / name) as out:
-                write(out, shard, made(shard), {"format": FORMATS[stem]})
+                write(out, shard, counted(shard), {"format": FORMATS[stem]})
             self._files[name] = out.record
         if len(shards) > 1:
             self.add(f"{stem}{SUFFIX}.index.json", index_of(names, shards))
@@ -342,8 +342,8 @@ def write_file(final: Path, content: bytes) -> None:
     Raises: as :func:`draft`.
     """
     check_room(final, len(content))
-    with draft(final) as made:
-        file = made.folder / final.name
+    with draft(final) as new:
+        file = new.folder / final.name
         with _written(file) as out:
             out.write(content)
         os.replace(file, final)
@@ -449,10 +449,10 @@ def _written(file: Path) -> Generator[Any]:
 
 
 def _sha256(opened: IO[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     while part := opened.read(HASHED_BYTES):
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _umask() -> int:
@@ -509,7 +509,10 @@ def _files(folder: Path) -> Iterator[str]:
                 raise DataError(
                     f"{path} is a link out of the Bundle, to {os.readlink(path)}; copy the file itself there"
                 )
-        for name in (*files, *(one for one in folders if (Path(here) / one).is_symlink())):
+        for name in (
+            *files,
+            *(subfolder for subfolder in folders if (Path(here) / subfolder).is_symlink()),
+        ):
             yield (Path(here) / name).relative_to(folder).as_posix()
 
 

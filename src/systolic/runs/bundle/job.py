@@ -69,9 +69,9 @@ def read_job(record: BundleRecord, model: Model, file: Path) -> Job | None:
     try:
         job = job_from_json(plain, {**record.types, MODEL: own}, file)
     except (SystolicError, KeyError, TypeError) as error:
-        told = str(error).partition(";")[0] if isinstance(error, SystolicError) else repr(error)
+        reason = str(error).partition(";")[0] if isinstance(error, SystolicError) else repr(error)
         raise DataError(
-            f"the job in {file} can't be read ({told}); export the run again with this version"
+            f"the job in {file} can't be read ({reason}); export the run again with this version"
         ) from error
     if not isinstance(job.task, Task) or not isinstance(job.data, Data):
         raise DataError(f"the job in {file} has no task or no data; export the run again")

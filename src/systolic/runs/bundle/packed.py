@@ -44,7 +44,7 @@ class QuantizedRecord(msgspec.Struct, frozen=True):
 
 def quantization_of(records: Mapping[str, QuantizedRecord]) -> Quantization:
     """Formats by path."""
-    return Quantization.of({path: one.how() for path, one in records.items()})
+    return Quantization.of({path: record.how() for path, record in records.items()})
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
@@ -126,8 +126,8 @@ class RestoredTensor:
         for row in range(self.shape[0]):
             cut = (slice(row, row + 1), *(slice(None) for _ in self.shape[1:]))
             codes, scales, inputs = (
-                None if one is None else one.part(cut, one.dtype)
-                for one in (self.codes, self.scales, self.inputs)
+                None if tensor is None else tensor.part(cut, tensor.dtype)
+                for tensor in (self.codes, self.scales, self.inputs)
             )
             assert codes is not None
             assert scales is not None
@@ -150,12 +150,12 @@ class RestoredTensor:
 
         from systolic.models.quantized.codes import Quantized
 
-        made = Quantized(
+        quantized = Quantized(
             codes=jnp.asarray(codes),
             scales=jnp.asarray(scales),
             inputs=None if inputs is None else jnp.asarray(inputs),
         )
-        return np.asarray(made.restored(np.float32)).astype(self.dtype)
+        return np.asarray(quantized.restored(np.float32)).astype(self.dtype)
 
 
 StoredTensor = MappedTensor | PackedTensor
@@ -201,15 +201,15 @@ def views(
             raise DataError(
                 f"{where} says {path} is {how} of {shape}, and its codes are {codes.dtype.name}{list(codes.shape)}; quantize the model again"
             )
-        made: StoredTensor = codes
+        stored_codes: StoredTensor = codes
         if narrow:
-            made = PackedTensor(raw=codes, shape=shape, dtype=np.dtype(how.format.dtype))
-        parts |= {names[0]: made, names[1]: scales}
+            stored_codes = PackedTensor(raw=codes, shape=shape, dtype=np.dtype(how.format.dtype))
+        parts |= {names[0]: stored_codes, names[1]: scales}
         inputs = _factors(plain, path, record, where) if how.format.activations else None
         if inputs is not None:
             parts[f"{path}/{INPUTS}"] = inputs
         plain[path] = RestoredTensor(
-            codes=made, scales=scales, inputs=inputs, dtype=np.dtype(record.dtype)
+            codes=stored_codes, scales=scales, inputs=inputs, dtype=np.dtype(record.dtype)
         )
     return plain, parts
 
@@ -218,13 +218,13 @@ def _factors(
     plain: dict[str, AnyTensor], path: str, record: QuantizedRecord, where: Any
 ) -> MappedTensor:
     """The factors of a matrix's inputs, taken out of the plain tensors."""
-    found = plain.pop(f"{path}/{INPUTS}", None)
-    sizes = () if found is None else found.shape
-    if not isinstance(found, MappedTensor) or not (
+    factors = plain.pop(f"{path}/{INPUTS}", None)
+    sizes = () if factors is None else factors.shape
+    if not isinstance(factors, MappedTensor) or not (
         len(sizes) == len(record.shape)
-        and all(one in (1, whole) for one, whole in zip(sizes, record.shape, strict=True))
+        and all(size in (1, whole) for size, whole in zip(sizes, record.shape, strict=True))
     ):
         raise DataError(
             f"{where} says {path} is {record.format} of {tuple(record.shape)}, and the factors of its inputs are missing or of another size; quantize the model again"
         )
-    return found
+    return factors

@@ -70,7 +70,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Metrics as a record has them: ``None`` for what is no number."""
-    return {name: one if math.isfinite(one) else None for name, one in metrics.items()}
+    return {name: number if math.isfinite(number) else None for name, number in metrics.items()}
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -131,13 +131,13 @@ def carried(record: BundleRecord) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of :data:`PACKAGES`, those that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def seal(plain: Mapping[str, Any]) -> str:

@@ -124,9 +124,9 @@ def read_header(file: Path) -> tuple[dict[str, MappedTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise DataError(f"the header of {file} is no JSON object; copy it again")
     metadata = header.pop("__metadata__", None) or {}
-    found = {name: _tensor(file, name, about, 8 + length, size) for name, about in header.items()}
-    _check_covered(file, found, 8 + length, size)
-    return found, metadata
+    tensors = {name: _tensor(file, name, about, 8 + length, size) for name, about in header.items()}
+    _check_covered(file, tensors, 8 + length, size)
+    return tensors, metadata
 
 
 def _check_covered(file: Path, tensors: Mapping[str, MappedTensor], start: int, size: int) -> None:
@@ -136,11 +136,11 @@ def _check_covered(file: Path, tensors: Mapping[str, MappedTensor], start: int, 
         DataError: two overlap, or bytes belong to none.
     """
     end = start
-    for name, one in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if one.offset != end:
-            wrong = "shares bytes with another tensor" if one.offset < end else "follows a gap"
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            wrong = "shares bytes with another tensor" if tensor.offset < end else "follows a gap"
             raise DataError(f"the header of {file} is damaged: {name} {wrong}; copy it again")
-        end += one.nbytes
+        end += tensor.nbytes
     if end != size:
         raise DataError(
             f"{file} has {size} bytes and its tensors end at {end}; it is damaged, copy it again"
@@ -149,22 +149,22 @@ def _check_covered(file: Path, tensors: Mapping[str, MappedTensor], start: int, 
 
 def _tensor(file: Path, name: str, about: Any, start: int, size: int) -> MappedTensor:
     try:
-        kind, shape = about["dtype"], tuple(int(one) for one in about["shape"])
-        first, last = (int(one) for one in about["data_offsets"])
+        kind, shape = about["dtype"], tuple(int(dim) for dim in about["shape"])
+        first, last = (int(offset) for offset in about["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"the header of {file} is damaged at {name}; copy it again") from error
     if kind not in DTYPES:
         raise DataError(
             f"{name} in {file} has the dtype {kind}, known are {', '.join(DTYPES)}; convert it to one of these"
         )
-    made = MappedTensor(file=file, offset=start + first, shape=shape, dtype=DTYPES[kind])
-    if min(shape, default=0) < 0 or first < 0 or last - first != made.nbytes:
+    tensor = MappedTensor(file=file, offset=start + first, shape=shape, dtype=DTYPES[kind])
+    if min(shape, default=0) < 0 or first < 0 or last - first != tensor.nbytes:
         raise DataError(f"the header of {file} is damaged at {name}; copy it again")
     if start + last > size:
         raise DataError(
             f"{file} has {size} bytes and {name} ends at {start + last}; it is cut short, copy it again"
         )
-    return made
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,22 +200,22 @@ def write(
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    for one in planned:
-        header[one.name] = {
-            "dtype": NAMES[one.dtype],
-            "shape": list(one.shape),
-            "data_offsets": [offset, offset + one.nbytes],
+    for spec in planned:
+        header[spec.name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
         }
-        offset += one.nbytes
+        offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     out.write(len(text).to_bytes(8, "little") + text)
-    for one, made in zip(planned, arrays, strict=True):
+    for spec, pieces in zip(planned, arrays, strict=True):
         written = 0
-        for piece in [made] if isinstance(made, np.ndarray) else made:
-            assert piece.dtype == one.dtype, (one.name, piece.dtype, one.dtype)
+        for piece in [pieces] if isinstance(pieces, np.ndarray) else pieces:
+            assert piece.dtype == spec.dtype, (spec.name, piece.dtype, spec.dtype)
             flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
             out.write(flat.data)
             written += flat.nbytes
             del piece, flat  # before the next one is made
-        assert written == one.nbytes, (one.name, written, one.nbytes)
+        assert written == spec.nbytes, (spec.name, written, spec.nbytes)

@@ -176,21 +176,21 @@ def _download(objects: Objects, names: Sequence[str], tell: store.Tell | None = 
     if tell is not None:
         store.check(objects.folder.url, new, objects.reaches, copy.parent, tell)
 
-    def one(name: str) -> None:
+    def download(name: str) -> None:
         file = copy / name
-        found = objects.read(name, known.get(name, "") if file.exists() else "")
-        if found is None:
+        stored = objects.read(name, known.get(name, "") if file.exists() else "")
+        if stored is None:
             raise NotFoundError(
                 f"{objects.folder.url}/{name} was deleted while it was being read; try again"
             )
-        content, version = found
+        content, version = stored
         if not file.exists() or not version or known.get(name) != version:
             store.require(objects.folder.url, len(content), copy.parent)
             write_atomically(file, content)
             known[name] = version
 
     try:
-        in_parallel(one, names)
+        in_parallel(download, names)
     finally:
         write_json(record, known)
 

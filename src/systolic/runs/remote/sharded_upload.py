@@ -153,8 +153,8 @@ class HostParts:
             self._objects.delete(_said(step, leader))
 
     def _hear(self, step: int, leader: int) -> None:
-        found = self._objects.read(_said(step, leader))
-        said = {} if found is None else json.loads(found[0])
+        message = self._objects.read(_said(step, leader))
+        said = {} if message is None else json.loads(message[0])
         if said.get("session") == self._part.session:
             files = {name: (size, crc) for name, (size, crc) in said["files"].items()}
             self._said[step][leader] = files
@@ -164,7 +164,7 @@ class HostParts:
         databases: dict[str, list[str]] = {}
         for item, database in sorted({m.groups() for n in files if (m := _DATABASE.match(n))}):
             databases.setdefault(item, []).append(f"{below}{item}/{database}")
-        made: dict[str, tuple[int, int]] = {}
+        merged: dict[str, tuple[int, int]] = {}
         for item, parts in databases.items():
             own = (f"{below}{item}/d/", f"{below}{item}/manifest.ocdbt")
             for left in self._objects.names(f"{below}{item}/"):
@@ -172,9 +172,9 @@ class HostParts:
                     self._objects.delete(left)
             self._objects.merge(f"{below}{item}", parts)
             for name in self._objects.names(f"{below}{item}/"):
-                if name.startswith(own) and (found := self._objects.read(name)) is not None:
-                    made[name.removeprefix(below)] = manifests.crc32_of(found[0])
-        return made
+                if name.startswith(own) and (content := self._objects.read(name)) is not None:
+                    merged[name.removeprefix(below)] = manifests.crc32_of(content[0])
+        return merged
 
 
 def _said(step: int, leader: int) -> str:

@@ -101,27 +101,27 @@ class Objects:
         """Sorted names of the objects with the prefix ``below``."""
         keys = self._range(f"/{below}", f"/{below}\U0010ffff")
         listed = self._do(lambda: self._store.list(keys))
-        found = sorted(name.decode().removeprefix("/") for name in listed)
-        return [name for name in found if name.startswith(below)]
+        names = sorted(name.decode().removeprefix("/") for name in listed)
+        return [name for name in names if name.startswith(below)]
 
     def read(self, name: str, known: str = "") -> tuple[bytes, str] | None:
         """Content and version of an object, or None; the content is empty if the version is still ``known``."""
         options = {"if_not_equal": bytes.fromhex(known)} if known else {}
-        found = self._do(lambda: self._store.read(_key(name), **options))
-        if found.state == "missing":
+        reply = self._do(lambda: self._store.read(_key(name), **options))
+        if reply.state == "missing":
             return None
-        same = found.state == "unspecified"
+        same = reply.state == "unspecified"
         if same:
             return b"", known
         # Emulators of Google Cloud Storage provide no version.
-        version = found.stamp.generation
-        return found.value, version.hex() if any(version) else ""
+        version = reply.stamp.generation
+        return reply.value, version.hex() if any(version) else ""
 
     def exists(self, name: str) -> bool:
         """Whether the object exists."""
         nothing = slice(0, 0)
-        found = self._do(lambda: self._store.read(_key(name), byte_range=nothing))
-        return found.state != "missing"
+        reply = self._do(lambda: self._store.read(_key(name), byte_range=nothing))
+        return reply.state != "missing"
 
     def reaches(self, name: str, num_bytes: int) -> bool:
         """Whether an object has at least ``num_bytes`` bytes."""
@@ -152,7 +152,7 @@ class Objects:
 
         together = tensorstore.Transaction(atomic=True)
         opening = [opened(below, config=_DATABASE, assume_config=True), *map(opened, parts)]
-        whole, *stores = [self._do(lambda found=found: found) for found in opening]
+        whole, *stores = [self._do(lambda future=future: future) for future in opening]
         into = whole.with_transaction(together)
         for copied in [store.experimental_copy_range_to(into) for store in stores]:
             self._do(lambda copied=copied: copied)
@@ -229,10 +229,10 @@ def about_bytes(names: Sequence[str], reaches: Reaches) -> int:
     A bucket's list has no sizes here, so that each is found by whether the object has so many bytes.
     """
     step = -(-len(names) // SAMPLE)
-    asked = names[::step] if step else []
+    sample = names[::step] if step else []
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        sizes = list(pool.map(lambda name: _size(lambda size: reaches(name, size)), asked))
-    return sum(sizes) * len(names) // max(len(asked), 1)
+        sizes = list(pool.map(lambda name: _size(lambda size: reaches(name, size)), sample))
+    return sum(sizes) * len(names) // max(len(sample), 1)
 
 
 def _size(reaches: Callable[[int], bool]) -> int:

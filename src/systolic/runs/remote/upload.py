@@ -74,8 +74,8 @@ def _record(copy: Path) -> Path:
 
 
 def _records(objects: Objects) -> tuple[str, bytes]:
-    found = objects.read(RECORDS)
-    return ("", b"") if found is None else (hashlib.sha256(found[0]).hexdigest(), found[0])
+    records = objects.read(RECORDS)
+    return ("", b"") if records is None else (hashlib.sha256(records[0]).hexdigest(), records[0])
 
 
 def claim(copy: Path, objects: Objects | None = None) -> None:
@@ -90,8 +90,8 @@ def claim(copy: Path, objects: Objects | None = None) -> None:
 
 
 def _writer(objects: Objects) -> bytes:
-    found = objects.read(WRITER)
-    return b"" if found is None else found[0]
+    writer = objects.read(WRITER)
+    return b"" if writer is None else writer[0]
 
 
 def _is_ours(objects: Objects, sent: SentRecord) -> bool:
@@ -317,12 +317,12 @@ class Sender:
             self._sent.pop(name, None)
 
     def _upload(self, names: Sequence[str]) -> None:
-        def one(name: str) -> None:
+        def send(name: str) -> None:
             # A checkpoint may be deleted meanwhile, together with its manifest.
             with suppress(FileNotFoundError):
                 self._send_one(name)
 
-        in_parallel(one, names)
+        in_parallel(send, names)
 
     def _upload_all(self, names: Sequence[str]) -> None:
         """Uploads files that are not up to date in the bucket; raises FileNotFoundError if one is gone."""
@@ -380,13 +380,13 @@ def in_parallel(work: Callable[[str], None], names: Iterable[str]) -> None:
 
 def files_of(copy: Path) -> list[str]:
     """Names of the files in a copy to upload: no lock, no unfinished files."""
-    found = []
+    names = []
     for folder, folders, files in os.walk(copy):
         unfinished = (".orbax-checkpoint-tmp", *replace.FOLDERS)
         folders[:] = [n for n in folders if not n.startswith(".") and not n.endswith(unfinished)]
         inside = Path(folder).relative_to(copy)
-        found += [(inside / name).as_posix() for name in files if not name.startswith(".")]
-    return sorted(found)
+        names += [(inside / name).as_posix() for name in files if not name.startswith(".")]
+    return sorted(names)
 
 
 def stamp_of(file: Path) -> tuple[int, int] | None:

@@ -128,7 +128,7 @@ class Lanes:
     def purge(self) -> None:
         """Drops rows of requests that ended."""
         for lane in list(self._lanes):
-            kept = deque(one for one in self._lanes[lane] if not one.request.ended)
+            kept = deque(row for row in self._lanes[lane] if not row.request.ended)
             if kept:
                 self._lanes[lane] = kept
             else:
@@ -147,10 +147,12 @@ class Lanes:
 
     def _patience(self, lane: Lane, delay_seconds: float) -> float:
         length = lane[0] or None
-        one, two = (self.seconds.get(self.buckets.at(self._up(n, length), length)) for n in (1, 2))
-        if one is None or two is None:
+        single_seconds, pair_seconds = (
+            self.seconds.get(self.buckets.at(self._up(n, length), length)) for n in (1, 2)
+        )
+        if single_seconds is None or pair_seconds is None:
             return delay_seconds
-        return min(delay_seconds, max(2 * one - two, 0.0))
+        return min(delay_seconds, max(2 * single_seconds - pair_seconds, 0.0))
 
     def _full(self, lane: Lane) -> bool:
         return self._alone or len(self._lanes[lane]) >= self.buckets.sizes(lane[0] or None)[-1]
@@ -162,13 +164,13 @@ class Lanes:
             for lane, rows in self._lanes.items()
             if self._full(lane) or rows[0].since + self._patience(lane, delay_seconds) <= now
         ]
-        lane = min(due or self._lanes, key=lambda one: self._lanes[one][0].since)
+        lane = min(due or self._lanes, key=lambda key: self._lanes[key][0].since)
         length = lane[0] or None
         rows = self._lanes[lane]
         waited = len(rows)
         if self._alone:
             first = rows[0].request
-            taken = [rows.popleft() for _ in range(sum(1 for one in rows if one.request is first))]
+            taken = [rows.popleft() for _ in range(sum(1 for row in rows if row.request is first))]
             bucket = self.buckets.at(self._up(len(taken), length), length)
         else:
             bucket = self.buckets.at(self._size(lane), length)

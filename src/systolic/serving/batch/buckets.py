@@ -1,4 +1,7 @@
-"""Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs."""
+"""Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs.
+
+Options of a batch model: batches, queue, limits and promises.
+"""
 
 import threading
 from collections import Counter
@@ -7,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.core.errors import DataError, OptionError
-from systolic.core.ranges import COUNT, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 from systolic.inference.rows import Bucket
 from systolic.serving.padding import fewest_padded, share_beyond
 
@@ -29,30 +32,30 @@ class Traffic:
         }
 
     @classmethod
-    def from_json(cls, given: Any) -> "Traffic":
+    def from_json(cls, fields: Any) -> "Traffic":
         """Traffic from plain values, such as a server recorded.
 
         Raises:
             DataError: it is something else.
         """
         try:
-            found = cls(
+            traffic = cls(
                 **{
-                    name: {int(value): float(weight) for value, weight in given[name].items()}
+                    name: {int(value): float(weight) for value, weight in fields[name].items()}
                     for name in ("examples", "lengths")
-                    if name in given.keys()  # noqa: SIM118 - a list has none
+                    if name in fields.keys()  # noqa: SIM118 - a list has none
                 }
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise DataError(
                 f'traffic is no pair of histograms ({error}); give {{"examples": {{"SIZE": HOW OFTEN}}, "lengths": …}}'
             ) from error
-        for histogram in (found.examples, found.lengths):
+        for histogram in (traffic.examples, traffic.lengths):
             if any(
                 value < 1 or not 0 <= weight < float("inf") for value, weight in histogram.items()
             ):
                 raise DataError("traffic has a size below 1 or a negative weight; count from 1")
-        return found
+        return traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +124,7 @@ class BucketGrid:
         """The least length that holds a row."""
         if self.lengths[0] is None:
             return None
-        return next(one for one in self.lengths if one is not None and one >= length)
+        return next(size for size in self.lengths if size is not None and size >= length)
 
     def __str__(self) -> str:
         count = len(self.all)
@@ -164,7 +167,7 @@ def choose(
 
     def grid(sizes: list[int], count: int) -> BucketGrid:
         across, _ = fewest_padded(lengths, count)
-        made = BucketGrid(
+        trial = BucketGrid(
             rows=sizes,
             lengths=across,
             most_positions=most,
@@ -172,7 +175,7 @@ def choose(
             padding_share=0.0,
             measured=measured,
         )
-        return replace(made, padding_share=_padding(made, rows, lengths, linear))
+        return replace(trial, padding_share=_padding(trial, rows, lengths, linear))
 
     if linear:
         sizes = _quarters(largest, ways)[-programs:]
@@ -181,7 +184,7 @@ def choose(
     splits = (
         grid(_sizes(rows, count, ways)[0], programs // count) for count in range(1, programs + 1)
     )
-    return min(splits, key=lambda one: one.padding_share)
+    return min(splits, key=lambda split: split.padding_share)
 
 
 def _padding(
@@ -238,12 +241,12 @@ def _quarters(largest: int, ways: int) -> list[int]:
 
 def _weights(histogram: Mapping[int, float], most: int, step: int) -> dict[int, float]:
     """A histogram over the multiples of ``step`` up to ``most``, which is always there."""
-    given = histogram or {value: 1 / value for value in range(1, most + 1)}
-    made = dict.fromkeys((most,), 0.0)
-    for value, weight in given.items():
+    weights = histogram or {value: 1 / value for value in range(1, most + 1)}
+    rounded = dict.fromkeys((most,), 0.0)
+    for value, weight in weights.items():
         up = min(-(-value // step) * step, most)
-        made[up] = made.get(up, 0.0) + weight
-    return made
+        rounded[up] = rounded.get(up, 0.0) + weight
+    return rounded
 
 
 class Recorder:
@@ -273,3 +276,53 @@ class Recorder:
                 examples={value: float(count) for value, count in self._examples.items()},
                 lengths={value: float(count) for value, count in self._lengths.items()},
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputLimits:
+    """Largest inputs.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    examples: Annotated[int, COUNT] = 256
+    """Examples of a request."""
+    bytes: Annotated[int, COUNT] = 32 * 2**20
+    """Size of an encoded file, or of a text."""
+    pixels: Annotated[int, COUNT] = 40_000_000
+    """Width x height of a picture, by its header."""
+    seconds: Annotated[float, Range(above=0)] = 1800.0
+    """Length of a recording."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOptions:
+    """Options of a batch model.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    shapes: Shapes = field(default_factory=Shapes)
+    limits: InputLimits = field(default_factory=InputLimits)
+    delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
+    """Longest wait of a row for others while a worker is free."""
+    waiting: Annotated[int, COUNT] = 1024
+    """Most examples that wait or are read; further requests are refused."""
+    waiting_bytes: Annotated[int, COUNT] = 512 * 2**20
+    """Most bytes of their inputs."""
+    readers: Annotated[int, COUNT] = 4
+    """Threads that decode."""
+    workers: Annotated[int, COUNT] = 2
+    """Threads that run batches: while one waits for the device, another prepares the next call."""
+    stalled_seconds: Annotated[float, Range(above=0)] = 60.0
+    """A call that takes longer makes the model not ready."""
+    strict: bool = False
+    """Whether a compile after the model is ready ends it, beside being counted."""
+
+    def __post_init__(self) -> None:
+        check(self)

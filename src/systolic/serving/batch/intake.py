@@ -10,7 +10,7 @@ from systolic.core.errors import OptionError, nearest
 from systolic.inference.predictor import Form
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Row
-from systolic.serving.batch.options import InputLimits
+from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError
 
@@ -47,7 +47,7 @@ class Intake(ABC):
                 )
         for name, spec in known.items():
             if name not in inputs and not spec.optional:
-                raise OptionError(f"the input {name} is missing; give {told(spec)}")
+                raise OptionError(f"the input {name} is missing; give {input_form(spec)}")
         return self.count(inputs)
 
     @abstractmethod
@@ -67,10 +67,10 @@ class Intake(ABC):
     ) -> dict[str, np.ndarray]:
         """A request's answer, an array [n, ...] for each name."""
         each = [
-            self.answer(example, [one for one in made if one is not None])
-            for example, made in zip(examples, outputs, strict=True)
+            self.answer(example, [output for output in row_outputs if output is not None])
+            for example, row_outputs in zip(examples, outputs, strict=True)
         ]
-        return {name: _stacked([one[name] for one in each]) for name in each[0]}
+        return {name: _stacked([answer[name] for answer in each]) for name in each[0]}
 
     def count(self, inputs: Inputs) -> int:
         """Examples by the first dims, which agree, each input being encoded files."""
@@ -102,7 +102,7 @@ class Intake(ABC):
         return content
 
 
-def one(arrays: Mapping[str, np.ndarray]) -> Example:
+def single_row(arrays: Mapping[str, np.ndarray]) -> Example:
     """An example of one row."""
     return Example(rows=[Row(arrays=arrays)])
 
@@ -124,9 +124,9 @@ def names_of(name: str, count: int) -> list[str]:
 
 def encoded(texts: Sequence[str]) -> np.ndarray:
     """Texts as an array of bytes."""
-    made = np.empty(len(texts), object)
-    made[:] = [text.encode() for text in texts]
-    return made
+    array = np.empty(len(texts), object)
+    array[:] = [text.encode() for text in texts]
+    return array
 
 
 def spec_of(name: str, array: Any) -> ArraySpec:
@@ -142,14 +142,14 @@ def form_of(array: np.ndarray) -> str:
 
 def _stacked(values: Sequence[Any]) -> np.ndarray:
     if isinstance(values[0], bytes):
-        made = np.empty(len(values), object)
-        made[:] = values
-        return made
-    made = np.stack(values)
-    return made.astype(np.float32) if str(made.dtype) == "bfloat16" else made
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array
+    array = np.stack(values)
+    return array.astype(np.float32) if str(array.dtype) == "bfloat16" else array
 
 
-def told(spec: ArraySpec) -> str:
+def input_form(spec: ArraySpec) -> str:
     """Dtype and shape that an input has, for messages."""
     dims = ", ".join("examples" if size == ANY else str(size) for size in spec.shape)
     return f"{spec.dtype}[{dims}]"

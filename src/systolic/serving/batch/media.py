@@ -10,8 +10,16 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output, SpeechReader, TextReader, joined
-from systolic.serving.batch.intake import Inputs, Intake, encoded, form_of, names_of, one, spec_of
-from systolic.serving.batch.options import InputLimits
+from systolic.serving.batch.buckets import InputLimits
+from systolic.serving.batch.intake import (
+    Inputs,
+    Intake,
+    encoded,
+    form_of,
+    names_of,
+    single_row,
+    spec_of,
+)
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError
 
@@ -47,8 +55,8 @@ class ImageIntake(Intake):
         """See :class:`Intake`."""
         array = inputs["image"]
         if array.dtype != object:
-            made = [one({"image": pixels}) for pixels in array]
-            return [lambda: made]
+            examples = [single_row({"image": pixels}) for pixels in array]
+            return [lambda: examples]
         names = names_of("image", len(array))
         return [
             lambda value=value, name=name: [self._read(self.content(name, value), name)]
@@ -59,14 +67,14 @@ class ImageIntake(Intake):
         from systolic.data.image.pictures import check_picture
 
         check_picture(content, self.limits.pixels, name)
-        return one(self._data.read(content, name))
+        return single_row(self._data.read(content, name))
 
     def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
         """See :class:`Intake`; ``name`` where the program ranks classes."""
-        made = [spec_of(name, array) for name, array in of.items()]
+        specs = [spec_of(name, array) for name, array in of.items()]
         if self._ranks(of):
-            made.append(ArraySpec(name="name", dtype=BYTES, shape=(ANY, of["label"].shape[1])))
-        return made
+            specs.append(ArraySpec(name="name", dtype=BYTES, shape=(ANY, of["label"].shape[1])))
+        return specs
 
     def answer(self, example: Example, outputs: Sequence[Output]) -> dict[str, Any]:
         """See :class:`Intake`."""
@@ -142,8 +150,8 @@ class TextIntake(Intake):
 
     def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
         """See :class:`Intake`."""
-        made = [spec_of(name, array) for name, array in of.items()]
-        return [*made, ArraySpec(name="tokens", dtype="int32", shape=(ANY,))]
+        specs = [spec_of(name, array) for name, array in of.items()]
+        return [*specs, ArraySpec(name="tokens", dtype="int32", shape=(ANY,))]
 
     def answer(self, example: Example, outputs: Sequence[Output]) -> dict[str, Any]:
         """See :class:`Intake`."""
@@ -208,9 +216,9 @@ class SpeechIntake(Intake):
             return [self._reader.read(read_sound(content, name, self.limits.seconds), prompt)]
 
         names = names_of("audio", len(array))
-        given = inputs.get("language", [""] * len(array))
-        languages = [_text(value, "language", index) for index, value in enumerate(given)]
-        return [partial(read, *one) for one in zip(array, names, languages, strict=True)]
+        languages = inputs.get("language", [""] * len(array))
+        codes = [_text(value, "language", index) for index, value in enumerate(languages)]
+        return [partial(read, *arguments) for arguments in zip(array, names, codes, strict=True)]
 
     def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
         """See :class:`Intake`."""

@@ -3,6 +3,8 @@
 Threads that run batches; one that dies is replaced.
 
 How requests end: each once, whoever is first.
+
+A batch model of whatever a job's model is.
 """
 
 import itertools
@@ -11,21 +13,36 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, RunError, SystolicError
-from systolic.inference.predictor import Predictor
-from systolic.inference.readers import Example
+from systolic.compiling.program_store import ProgramStore
+from systolic.core.errors import DataError, OptionError, RunError, SystolicError
+from systolic.data.audio.recordings import Recordings
+from systolic.data.text.sentences import Sentences
+from systolic.inference.predictor import FixedForm, Predictor
+from systolic.inference.readers import Example, SpeechReader, TextReader
 from systolic.inference.rows import Bucket
+from systolic.job.data import Data
+from systolic.models.encoder.config import Encoder
 from systolic.serving.batch.batch_queue import BatchCall, BatchQueue, BatchRequest, Lanes, QueuedRow
-from systolic.serving.batch.buckets import BucketGrid, Recorder, Traffic, choose
+from systolic.serving.batch.buckets import (
+    BatchOptions,
+    BucketGrid,
+    InputLimits,
+    Recorder,
+    Traffic,
+    choose,
+)
 from systolic.serving.batch.facts import BatchFacts, BatchWatcher, Ended
 from systolic.serving.batch.intake import Inputs, Intake, size_of
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
 from systolic.serving.batch.request import ArraySpec, ModelKind
+from systolic.serving.batch.tensors import ArrayIntake, used_inputs
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.serving.errors import ExpiredError
+from systolic.steps.steps import StepFunctions
 
 
 class Completions:
@@ -39,14 +56,14 @@ class Completions:
     def answer(self, request: BatchRequest) -> None:
         """Ends a request whose outputs are all there."""
         try:
-            made = self._intake.answer_of(request.examples, request.outputs)
+            answer = self._intake.answer_of(request.examples, request.outputs)
         except Exception as error:
             self.fail(
                 request, Ended.failed, RunError(f"{self._name} made no answer ({line(error)})")
             )
             return
         if self._queue.end(request):
-            request.future.set_result(made)
+            request.future.set_result(answer)
             self._tell(request, Ended.answered)
 
     def fail(self, request: BatchRequest, ended: Ended, error: SystolicError) -> None:
@@ -372,14 +389,14 @@ class DynamicBatches:
 
         def make(number: int) -> CompileFacts | None:
             bucket = buckets[number]
-            made = self._predictor.compile(bucket)
-            if made is None:
+            program = self._predictor.compile(bucket)
+            if program is None:
                 return None
             return CompileFacts(
                 bucket=str(bucket),
-                seconds=made.total_seconds,
-                cached=made.cached,
-                phases=made.seconds,
+                seconds=program.total_seconds,
+                cached=program.cached,
+                phases=program.seconds,
                 done=number + 1,
                 programs=len(buckets),
             )
@@ -481,14 +498,14 @@ class DynamicBatches:
         self, request: BatchRequest, parts: Sequence[Callable[[], Sequence[Example]]]
     ) -> None:
         """Reads a request's examples, each part in a thread; the last one queues the rows."""
-        found: list[Sequence[Example]] = [()] * len(parts)
+        examples: list[Sequence[Example]] = [()] * len(parts)
         lock, left = threading.Lock(), [len(parts)]
 
         def read(index: int) -> None:
             if request.ended:
                 return
             try:
-                found[index] = parts[index]()
+                examples[index] = parts[index]()
             except BaseException as error:  # of a library, on a stranger's bytes
                 self._completions.refuse(request, error)
                 return
@@ -496,7 +513,7 @@ class DynamicBatches:
                 left[0] -= 1
                 last = left[0] == 0
             if last:
-                self._queue.put(request, [one for part in found for one in part])
+                self._queue.put(request, [example for part in examples for example in part])
 
         for index in range(len(parts)):
             if self._intake.reads:
@@ -524,3 +541,60 @@ def buckets_of(intake: Intake, options: BatchOptions) -> BucketGrid:
         rows = -(-intake.alone // form.ways) * form.ways
         return BucketGrid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
     return choose(options.shapes, longest=form.longest, ways=form.ways, linear=form.linear)
+
+
+def batch_model(
+    name: str,
+    steps: StepFunctions,
+    params: Any,
+    model_state: Any,
+    options: BatchOptions | None = None,
+    watcher: BatchWatcher | None = None,
+    store: ProgramStore | None = None,
+    recorder: Recorder | None = None,
+) -> DynamicBatches:
+    """The model of a job with its weights on the job's mesh; nothing is compiled before its ``start``.
+
+    Args:
+        name: For messages.
+        steps: Programs of the job.
+        params: Weights.
+        model_state: Other variables.
+        options: Batches, queue and limits.
+        watcher: Told of compiles, batches and answers.
+        store: Where programs are kept; None compiles all.
+        recorder: Of traffic; by default one of its own.
+
+    Raises:
+        OptionError: the job's program takes nothing that a request could hold.
+    """
+    options = options or BatchOptions()
+    intake = intake_of(steps, params, model_state, options.limits, store)
+    run = Predictor(intake.form, params, model_state, store)
+    return DynamicBatches(name, intake, run, options, watcher, recorder)
+
+
+def intake_of(
+    steps: StepFunctions,
+    params: Any,
+    model_state: Any,
+    limits: InputLimits,
+    store: ProgramStore | None = None,
+) -> Intake:
+    """Intake of requests for a job's model.
+
+    Raises:
+        OptionError: its program takes nothing.
+    """
+    data, model = steps.job.data, steps.job.model
+    if isinstance(data, Sentences) and isinstance(model, Encoder):
+        return TextIntake(TextReader(steps, data), model.vocab, limits)
+    if isinstance(data, Recordings):
+        return SpeechIntake(SpeechReader(steps), limits)
+    form = FixedForm(steps)
+    used = used_inputs(form, params, model_state, store)
+    if used == ["image"] and type(data).read is not Data.read:
+        return ImageIntake(form, limits)
+    if not used:
+        raise OptionError(f"{steps.job.name} predicts without inputs; there is nothing to ask it")
+    return ArrayIntake(form, used, limits)

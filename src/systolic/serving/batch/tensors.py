@@ -18,8 +18,8 @@ from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Field
-from systolic.serving.batch.intake import Inputs, Intake, form_of, spec_of, told
-from systolic.serving.batch.options import InputLimits
+from systolic.serving.batch.buckets import InputLimits
+from systolic.serving.batch.intake import Inputs, Intake, form_of, input_form, spec_of
 from systolic.serving.batch.request import ANY, ArraySpec, ModelKind
 
 
@@ -91,7 +91,7 @@ class ArrayIntake(Intake):
             each = spec.name not in self._repeated
             shape = array.shape[1:] if each else array.shape
             if shape != tuple(field.shape) or (each and not len(array)):
-                raise OptionError(f"{spec.name} is {form_of(array)}; give {told(spec)}")
+                raise OptionError(f"{spec.name} is {form_of(array)}; give {input_form(spec)}")
             _check_numbers(array, spec)
             if each:
                 counts[spec.name] = len(array)
@@ -99,13 +99,13 @@ class ArrayIntake(Intake):
             raise OptionError(
                 f"the inputs differ in their first dim ({', '.join(f'{name} {count}' for name, count in counts.items())}); it is the number of examples"
             )
-        found = next(iter(counts.values()))
-        if self.alone is not None and found != self.alone:
+        num_examples = next(iter(counts.values()))
+        if self.alone is not None and num_examples != self.alone:
             raise OptionError(
-                f"the request has {found} examples, and the program was exported for {self.alone} that depend on each other; give {self.alone}"
+                f"the request has {num_examples} examples, and the program was exported for {self.alone} that depend on each other; give {self.alone}"
             )
-        self.bound(found)
-        return found
+        self.bound(num_examples)
+        return num_examples
 
     def parts(self, inputs: Inputs) -> Sequence[Callable[[], Sequence[Example]]]:
         """See :class:`Intake`."""
@@ -119,7 +119,7 @@ class ArrayIntake(Intake):
             shared = digest.digest()
         several = {name: array for name, array in arrays.items() if name not in repeated}
         count = len(next(iter(several.values())))
-        made = [
+        examples = [
             Example(
                 rows=[
                     Row(
@@ -130,7 +130,7 @@ class ArrayIntake(Intake):
             )
             for i in range(count)
         ]
-        return [lambda: made]
+        return [lambda: examples]
 
     def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
         """See :class:`Intake`."""

@@ -79,11 +79,11 @@ class ConsoleLog(EventLog):
             case "failed":
                 text = f"error: {_failed(fields)}"
             case "replaced" | "unchanged":
-                told = {
+                outcomes = {
                     "replaced": "the new one has taken its place",
                     "unchanged": "it is unchanged",
                 }
-                text = f"{fields['model']} version {fields['version']}: {told[event]}"
+                text = f"{fields['model']} version {fields['version']}: {outcomes[event]}"
             case "warning":
                 text = f"warning: {fields['message']}"
             case _:
@@ -119,9 +119,9 @@ class OpeningLog(ConsoleLog):
 
     def write(self, event: str, **fields: Any) -> None:
         """One event."""
-        told = fields.get("message") if event == "warning" else fields.get("error")
-        if told:
-            self._warn(told)
+        message = fields.get("message") if event == "warning" else fields.get("error")
+        if message:
+            self._warn(message)
         elif event != "request":
             super().write(event, **fields)
 
@@ -190,8 +190,8 @@ def _ready(fields: dict[str, Any]) -> list[str]:
     shown = ["", f"ready: open {url} in a browser, or ask from another terminal:", ""]
     key = ['-H "Authorization: Bearer $KEY"'] if fields.get("keys") else []
     for model in fields["models"]:
-        route, *options = (one.format(name=model["name"]) for one in EXAMPLES[model["kind"]])
-        parts = [f"  curl {url}{route}", *(f"    {one}" for one in [*key, *options])]
+        route, *options = (line.format(name=model["name"]) for line in EXAMPLES[model["kind"]])
+        parts = [f"  curl {url}{route}", *(f"    {option}" for option in [*key, *options])]
         shown.append(" \\\n".join(parts))
     return [
         *shown,

@@ -102,12 +102,12 @@ class ExportedImage:
 
     def lines(self) -> list[str]:
         """Lines on the packages, and the command that builds the image."""
-        found = [f"{self.packages} packages pinned to the versions installed here"]
+        lines = [f"{self.packages} packages pinned to the versions installed here"]
         if self.unpinned:
-            found.append(
+            lines.append(
                 f"not installed here, so pip chooses the versions: {', '.join(self.unpinned)}; to pin them, export from an environment that has them"
             )
-        return [*found, self.build]
+        return [*lines, self.build]
 
 
 def export_docker(
@@ -137,28 +137,28 @@ def export_docker(
         )
     bundle = open_bundle(path)
     if not image.mount:
-        check_room(out, sum(one.bytes for one in bundle.record.files.values()))
+        check_room(out, sum(record.bytes for record in bundle.record.files.values()))
     say("digests")
     bundle.verify()
     kind = type(bundle.model).__name__
     quantized = ("qwix",) if bundle.record.quantization else ()
     packages = lock(("serve", *EXTRAS[image.platform]), (*PACKAGES[kind], *quantized))
     texts = _texts(path, packages, image)
-    with draft(out) as made:
+    with draft(out) as draft_out:
         for name, text in texts.items():
-            made.add(name, text.encode())
+            draft_out.add(name, text.encode())
         say("wheel")
-        (made.folder / "wheels").mkdir()
-        write_wheel(made.folder / "wheels")
+        (draft_out.folder / "wheels").mkdir()
+        write_wheel(draft_out.folder / "wheels")
         if not image.mount:
-            _copy(bundle, made.folder / "model", say)
-        size = sum(file.stat().st_size for file in made.folder.rglob("*") if file.is_file())
-        made.rename()
+            _copy(bundle, draft_out.folder / "model", say)
+        size = sum(file.stat().st_size for file in draft_out.folder.rglob("*") if file.is_file())
+        draft_out.rename()
     return ExportedImage(
         path=out,
         name=name_of(path),
         platform=image.platform,
-        parameters=sum(math.prod(one.shape) for one in bundle.tensors.values()),
+        parameters=sum(math.prod(tensor.shape) for tensor in bundle.tensors.values()),
         packages=len(packages.pins),
         unpinned=packages.loose,
         bytes=size,
@@ -196,19 +196,19 @@ def _texts(path: Path, packages: PackageLock, image: ImageOptions) -> dict[str, 
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
-    made = {
+    texts = {
         target: environment.from_string((folder / f"{target}.jinja").read_text()).render(fields)
         for target in ("Dockerfile", "README.md")
     }
-    made["requirements.txt"] = packages.text()
+    texts["requirements.txt"] = packages.text()
     kept = ["requirements.txt", "wheels"]
     if packages.loose:
-        made["unpinned.txt"] = "\n".join(packages.loose) + "\n"
+        texts["unpinned.txt"] = "\n".join(packages.loose) + "\n"
         kept.append("unpinned.txt")
     if not image.mount:
         kept.append("model")
-    made[".dockerignore"] = "\n".join(["*", *(f"!{one}" for one in kept)]) + "\n"
-    return made
+    texts[".dockerignore"] = "\n".join(["*", *(f"!{kept_name}" for kept_name in kept)]) + "\n"
+    return texts
 
 
 def _copy(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> None:

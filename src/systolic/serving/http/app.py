@@ -209,8 +209,8 @@ async def _answer(request: Request, error: Exception) -> Response:
         problem = problem_of(error)
     elif isinstance(error, HTTPException):
         allow = (error.headers or {}).get("Allow")
-        told = {404: "there is no such path", 405: f"the path takes {allow}"}
-        message = told.get(error.status_code, str(error.detail))
+        messages = {404: "there is no such path", 405: f"the path takes {allow}"}
+        message = messages.get(error.status_code, str(error.detail))
         if request.url.path == "/v1/responses":
             message = "/v1/responses is not served; ask /v1/chat/completions"
         problem = ProblemError(status=error.status_code, message=message, allow=allow)

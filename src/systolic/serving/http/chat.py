@@ -63,7 +63,7 @@ def _check(message: Mapping[str, Any], where: str, named: frozenset[str]) -> Non
             f"{where}.role is {str(role)[:40]!r}; it takes {', '.join(ROLES)}", f"{where}.role"
         )
     calls, content = message.get("tool_calls"), message.get("content")
-    alone = calls or message.get("function_call") or any(message.get(one) for one in REASONING)
+    alone = calls or message.get("function_call") or any(message.get(field) for field in REASONING)
     if content is None and not (role == "assistant" and alone):
         raise bad(f"{where}.content is missing; send a text", f"{where}.content")
     if content is not None:
@@ -166,8 +166,8 @@ class ChatFields(TextFields, kw_only=True):
     @property
     def most(self) -> int | None:
         """Most new tokens."""
-        given = self.max_completion_tokens
-        return self.max_tokens if given is None else given
+        most = self.max_completion_tokens
+        return self.max_tokens if most is None else most
 
     def used_tools(self, served: ServedText) -> list[dict[str, Any]]:
         """The tools that the model is told of.
@@ -208,9 +208,9 @@ class ChatFields(TextFields, kw_only=True):
         name = function.get("name") if isinstance(function, dict) else None
         if name in names:
             return ForcedCall.of(name, marked=marked)
-        told = "needs tools" if wanted == "required" else f"is {str(wanted)[:60]!r}"
+        fault = "needs tools" if wanted == "required" else f"is {str(wanted)[:60]!r}"
         raise bad(
-            f"tool_choice {told}; it takes auto, none, required or {{type: function, function: {{name}}}} of one of the tools",
+            f"tool_choice {fault}; it takes auto, none, required or {{type: function, function: {{name}}}} of one of the tools",
             "tool_choice",
         )
 
@@ -278,7 +278,7 @@ async def _requests(
         for number in range(fields.n or 1)
     ]
     if one_call and marked:
-        requests = [replace(one, stop=[*one.stop, CLOSE]) for one in requests]
+        requests = [replace(request, stop=[*request.stop, CLOSE]) for request in requests]
     return requests, forced
 
 

@@ -119,21 +119,21 @@ async def _requests(
     return requests
 
 
-async def _prompts(given: str | list[Any], served: ServedText) -> list[list[int]]:
+async def _prompts(prompt: str | list[Any], served: ServedText) -> list[list[int]]:
     """Token ids of each prompt: a text, ids, or several of either."""
-    alone = isinstance(given, str) or (given and all(isinstance(one, int) for one in given))
-    several: list[Any] = [given] if alone else list(given)
+    alone = isinstance(prompt, str) or (prompt and all(isinstance(token, int) for token in prompt))
+    several: list[Any] = [prompt] if alone else list(prompt)
     if not several:
         raise bad("prompt is empty; send a text or token ids", "prompt")
-    found = []
-    for one in several:
-        if isinstance(one, str):
-            found.append(await opening_ids(served.tokenizer, one))
-        elif isinstance(one, list):
-            found.append(checked_ids(one, served, "prompt"))
+    tokens = []
+    for part in several:
+        if isinstance(part, str):
+            tokens.append(await opening_ids(served.tokenizer, part))
+        elif isinstance(part, list):
+            tokens.append(checked_ids(part, served, "prompt"))
         else:
             raise bad("prompt mixes token ids and texts; send several lists of ids", "prompt")
-    return found
+    return tokens
 
 
 def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]:
@@ -143,7 +143,7 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
         ProblemError: one is no token of the model.
     """
     size = served.tokenizer.vocab_size
-    wrong = next((one for one in ids if not 0 <= one < size), None)
+    wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         raise bad(f"{param} has the id {wrong}; the model's are 0 to {size - 1}", param)
     return list(ids)

@@ -48,9 +48,9 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     rows = np.empty(len(texts), object)
     for number, text in enumerate(texts):
         rows[number] = text
-    found = await answered(request, served, {"text": rows})
-    vectors = _cut(np.asarray(found["embedding"], np.float32), fields.dimensions)
-    tokens = int(np.sum(found["tokens"]))
+    outputs = await answered(request, served, {"text": rows})
+    vectors = _cut(np.asarray(outputs["embedding"], np.float32), fields.dimensions)
+    tokens = int(np.sum(outputs["tokens"]))
     answer = {
         "object": "list",
         "data": [
@@ -63,20 +63,22 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     return Response(encode(answer), media_type="application/json")
 
 
-def _texts(given: str | Sequence[str | int | Ids]) -> list[Any]:
+def _texts(content: str | Sequence[str | int | Ids]) -> list[Any]:
     """Each text as bytes, or as an int array of its ids."""
-    if isinstance(given, str):
-        several: list[Any] = [given]
-    elif given and all(isinstance(one, int) for one in given):
-        several = [given]
+    if isinstance(content, str):
+        several: list[Any] = [content]
+    elif content and all(isinstance(part, int) for part in content):
+        several = [content]
     else:
-        several = list(given)
-    if not several or any(isinstance(one, int) or not len(one) for one in several):
+        several = list(content)
+    if not several or any(isinstance(part, int) or not len(part) for part in several):
         raise bad(
             "input is empty, has an empty text, or mixes ids and texts; send texts or lists of ids",
             "input",
         )
-    return [one.encode() if isinstance(one, str) else np.array(one, np.int32) for one in several]
+    return [
+        part.encode() if isinstance(part, str) else np.array(part, np.int32) for part in several
+    ]
 
 
 def _cut(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:

@@ -52,7 +52,7 @@ def datatype(dtype: str) -> str:
     if dtype == BYTES:
         return "BYTES"
     sent = named(np.zeros(0, np.dtype(dtype))).dtype
-    return next(name for name, one in DTYPES.items() if one == sent)
+    return next(name for name, known in DTYPES.items() if known == sent)
 
 
 def named(array: np.ndarray) -> np.ndarray:
@@ -79,51 +79,53 @@ def read_tensors(tensors: Sequence[WireTensor], raw: bytes) -> dict[str, np.ndar
     Raises:
         ProblemError: sizes, types or values do not agree.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     at = 0
-    for one in tensors:
-        if one.datatype not in DTYPES and one.datatype != "BYTES":
+    for tensor in tensors:
+        if tensor.datatype not in DTYPES and tensor.datatype != "BYTES":
             raise bad(
-                f"input {one.name} has the datatype {one.datatype[:20]!r}; known are BYTES, {', '.join(DTYPES)}"
+                f"input {tensor.name} has the datatype {tensor.datatype[:20]!r}; known are BYTES, {', '.join(DTYPES)}"
             )
-        if any(size < 0 for size in one.shape) or len(one.shape) > 32:
-            raise bad(f"input {one.name} has the shape {one.shape[:8]}; sizes are 0 or more")
-        if one.name in found:
-            raise bad(f"input {one.name} is there twice; send each once")
-        size = one.parameters.get("binary_data_size")
+        if any(size < 0 for size in tensor.shape) or len(tensor.shape) > 32:
+            raise bad(f"input {tensor.name} has the shape {tensor.shape[:8]}; sizes are 0 or more")
+        if tensor.name in arrays:
+            raise bad(f"input {tensor.name} is there twice; send each once")
+        size = tensor.parameters.get("binary_data_size")
         if size is None:
-            found[one.name] = _from_json(one)
+            arrays[tensor.name] = _from_json(tensor)
             continue
         if not isinstance(size, int) or not 0 <= size <= len(raw) - at:
-            raise bad(f"input {one.name} has {size} bytes by its JSON, and {len(raw) - at} follow")
-        found[one.name] = _from_bytes(one, raw[at : at + size])
+            raise bad(
+                f"input {tensor.name} has {size} bytes by its JSON, and {len(raw) - at} follow"
+            )
+        arrays[tensor.name] = _from_bytes(tensor, raw[at : at + size])
         at += size
     if at != len(raw):
         raise bad(f"{len(raw) - at} bytes follow the last input; binary_data_size does not add up")
-    return found
+    return arrays
 
 
-def _from_json(one: WireTensor) -> np.ndarray:
-    if not isinstance(one.data, list):
-        raise bad(f"input {one.name} has no data; send a list, or bytes with binary_data_size")
-    if one.datatype == "BYTES":
-        flat = _flat(one.data)
+def _from_json(tensor: WireTensor) -> np.ndarray:
+    if not isinstance(tensor.data, list):
+        raise bad(f"input {tensor.name} has no data; send a list, or bytes with binary_data_size")
+    if tensor.datatype == "BYTES":
+        flat = _flat(tensor.data)
         if not all(isinstance(text, str) for text in flat):
-            raise bad(f"input {one.name} is of datatype BYTES; its data are texts")
-        made = np.empty(len(flat), object)
-        made[:] = [text.encode() for text in flat]
-        return _shaped(one, made)
-    dtype = DTYPES[one.datatype]
+            raise bad(f"input {tensor.name} is of datatype BYTES; its data are texts")
+        array = np.empty(len(flat), object)
+        array[:] = [text.encode() for text in flat]
+        return _shaped(tensor, array)
+    dtype = DTYPES[tensor.datatype]
     try:
-        plain = np.asarray(one.data)
+        plain = np.asarray(tensor.data)
         if plain.dtype == object or (plain.size and not _holds(plain, dtype)):
             raise ValueError(f"{plain.dtype} where {dtype} is expected")
         with np.errstate(over="raise"):
             check_range("it", plain, dtype)
-            made = plain.astype(dtype)
+            array = plain.astype(dtype)
     except (OptionError, ValueError, TypeError, OverflowError, FloatingPointError) as error:
-        raise bad(f"input {one.name} does not fit {one.datatype} ({error})") from error
-    return _shaped(one, made.reshape(-1))
+        raise bad(f"input {tensor.name} does not fit {tensor.datatype} ({error})") from error
+    return _shaped(tensor, array.reshape(-1))
 
 
 def _holds(plain: np.ndarray, dtype: np.dtype) -> bool:
@@ -137,45 +139,47 @@ def _holds(plain: np.ndarray, dtype: np.dtype) -> bool:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    while data and all(isinstance(one, list) for one in data):
-        data = [value for one in data for value in one]
+    while data and all(isinstance(row, list) for row in data):
+        data = [value for row in data for value in row]
     return data
 
 
-def _from_bytes(one: WireTensor, raw: bytes) -> np.ndarray:
-    if one.datatype != "BYTES":
-        dtype = DTYPES[one.datatype].newbyteorder("<")
-        if len(raw) != math.prod(one.shape) * dtype.itemsize:
+def _from_bytes(tensor: WireTensor, raw: bytes) -> np.ndarray:
+    if tensor.datatype != "BYTES":
+        dtype = DTYPES[tensor.datatype].newbyteorder("<")
+        if len(raw) != math.prod(tensor.shape) * dtype.itemsize:
             raise bad(
-                f"input {one.name} has {len(raw)} bytes; {one.datatype}{one.shape} has {math.prod(one.shape) * dtype.itemsize}"
+                f"input {tensor.name} has {len(raw)} bytes; {tensor.datatype}{tensor.shape} has {math.prod(tensor.shape) * dtype.itemsize}"
             )
-        made = np.frombuffer(raw, dtype)
-        if one.datatype == "BOOL" and made.size and np.frombuffer(raw, np.uint8).max() > 1:
-            raise bad(f"input {one.name} has a BOOL that is neither 0 nor 1")
-        return _shaped(one, made)
-    found, at = [], 0
+        array = np.frombuffer(raw, dtype)
+        if tensor.datatype == "BOOL" and array.size and np.frombuffer(raw, np.uint8).max() > 1:
+            raise bad(f"input {tensor.name} has a BOOL that is neither 0 nor 1")
+        return _shaped(tensor, array)
+    texts, at = [], 0
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
         if len(raw) - at < 4 + size:
             raise bad(
-                f"input {one.name} ends within an element; each is 4 bytes of length and its bytes"
+                f"input {tensor.name} ends within an element; each is 4 bytes of length and its bytes"
             )
-        found.append(raw[at + 4 : at + 4 + size])
+        texts.append(raw[at + 4 : at + 4 + size])
         at += 4 + size
-    made = np.empty(len(found), object)
-    made[:] = found
-    return _shaped(one, made)
+    array = np.empty(len(texts), object)
+    array[:] = texts
+    return _shaped(tensor, array)
 
 
-def _shaped(one: WireTensor, flat: np.ndarray) -> np.ndarray:
-    if flat.size != math.prod(one.shape):
+def _shaped(tensor: WireTensor, flat: np.ndarray) -> np.ndarray:
+    if flat.size != math.prod(tensor.shape):
         raise bad(
-            f"input {one.name} has {flat.size} values; its shape {one.shape} has {math.prod(one.shape)}"
+            f"input {tensor.name} has {flat.size} values; its shape {tensor.shape} has {math.prod(tensor.shape)}"
         )
     try:
-        return flat.reshape(one.shape)
+        return flat.reshape(tensor.shape)
     except ValueError as error:
-        raise bad(f"input {one.name} has the shape {one.shape}, which is too large") from error
+        raise bad(
+            f"input {tensor.name} has the shape {tensor.shape}, which is too large"
+        ) from error
 
 
 def to_bytes(array: np.ndarray) -> bytes:
@@ -183,8 +187,8 @@ def to_bytes(array: np.ndarray) -> bytes:
     if array.dtype != object:
         return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes()
     parts = []
-    for one in array.reshape(-1):
-        raw = one.encode() if isinstance(one, str) else bytes(one)
+    for text in array.reshape(-1):
+        raw = text.encode() if isinstance(text, str) else bytes(text)
         parts += [len(raw).to_bytes(4, "little"), raw]
     return b"".join(parts)
 
@@ -202,7 +206,9 @@ def to_json(array: np.ndarray) -> list[Any]:
             return listed
         return with_infinities(listed, b"Infinity")  # as Triton writes and its clients read it
     try:
-        return [one if isinstance(one, str) else bytes(one).decode() for one in array.reshape(-1)]
+        return [
+            text if isinstance(text, str) else bytes(text).decode() for text in array.reshape(-1)
+        ]
     except UnicodeDecodeError as error:
         raise ProblemError(
             status=400, message="an output holds bytes that are no UTF-8; ask for it as binary data"
@@ -257,8 +263,12 @@ async def ready(request: Request, state: ServerState) -> Response:
     del request
     up = state.ready
     models = [
-        {"name": one.name, "version": str(one.version), "ready": one.phase is Phase.ready}
-        for one in state.states()
+        {
+            "name": version.name,
+            "version": str(version.version),
+            "ready": version.phase is Phase.ready,
+        }
+        for version in state.states()
     ]
     return json_response({"ready": up, "models": models}, 200 if up else 503)
 
@@ -279,36 +289,38 @@ async def index(request: Request, state: ServerState) -> Response:
     """``POST /v2/repository/index``: all models with their states."""
     raw = await request.body()
     only_ready = bool(raw) and bool(decode(raw, IndexFields).ready)
-    found = [
+    models = [
         {
-            "name": one.name,
-            "version": str(one.version),
-            "state": one.phase.triton,
-            "reason": one.reason,
+            "name": version.name,
+            "version": str(version.version),
+            "state": version.phase.triton,
+            "reason": version.reason,
         }
-        for one in state.states()
-        if one.phase is Phase.ready or not only_ready
+        for version in state.states()
+        if version.phase is Phase.ready or not only_ready
     ]
     if not only_ready:
-        found += [
+        models += [
             {"name": name, "version": "", "state": "UNAVAILABLE", "reason": "unloaded"}
             for name in sorted(state.unloaded)
         ]
-    return json_response(found)
+    return json_response(models)
 
 
 async def load(request: Request, state: ServerState) -> Response:
     """``POST /v2/repository/models/NAME/load``."""
     raw = await request.body()
-    given = decode(raw, ControlFields).parameters if raw else {}
-    if given:
-        raise bad(f"{next(iter(given))} is not taken; models are loaded as their folders have them")
+    parameters = decode(raw, ControlFields).parameters if raw else {}
+    if parameters:
+        raise bad(
+            f"{next(iter(parameters))} is not taken; models are loaded as their folders have them"
+        )
     name = request.path_params["name"]
     done = await asyncio.to_thread(_control(state).load, name)
     return json_response(
         {
             "name": name,
-            "loaded": [str(one.key[1]) for one in done.added],
+            "loaded": [str(added.key[1]) for added in done.added],
             "unchanged": [str(version) for _, version in done.unchanged],
             "unloaded": [str(version) for _, version in done.gone],
         }
@@ -343,17 +355,17 @@ async def model_ready(request: Request, state: ServerState) -> Response:
 async def metadata(request: Request, state: ServerState) -> Response:
     """``GET /v2/models/NAME``."""
     served = _find(request, state)
-    found: dict[str, Any] = {
+    about: dict[str, Any] = {
         "name": served.name,
-        "versions": [str(one.version) for one in state.registry.versions(served.name)],
+        "versions": [str(version.version) for version in state.registry.versions(served.name)],
         "platform": "systolic_jax",
     }
     inputs, outputs = _specs(served)
     return json_response(
         {
-            **found,
-            "inputs": [described(one) for one in inputs],
-            "outputs": [described(one) for one in outputs],
+            **about,
+            "inputs": [described(spec) for spec in inputs],
+            "outputs": [described(spec) for spec in outputs],
         }
     )
 
@@ -376,14 +388,14 @@ async def infer(request: Request, state: ServerState) -> Response:
     inputs = read_tensors(fields.inputs, raw[end:])
     # A scalar per example may come as [n, 1], as Triton's clients send texts and files.
     for spec in _specs(served)[0]:
-        given = inputs.get(spec.name)
-        if spec.dtype == BYTES and given is not None and given.dtype == object and given.ndim == 2:
-            inputs[spec.name] = given[:, 0] if given.shape[1] == 1 else given
+        array = inputs.get(spec.name)
+        if spec.dtype == BYTES and array is not None and array.dtype == object and array.ndim == 2:
+            inputs[spec.name] = array[:, 0] if array.shape[1] == 1 else array
     if isinstance(served, ServedText):
-        found = await _texts(request, state, served, fields, inputs)
+        outputs = await _texts(request, state, served, fields, inputs)
     else:
-        found = await answered(request, served, inputs)
-    return _response(fields, served, found)
+        outputs = await answered(request, served, inputs)
+    return _response(fields, served, outputs)
 
 
 async def _texts(
@@ -394,13 +406,13 @@ async def _texts(
     inputs: Mapping[str, np.ndarray],
 ) -> Mapping[str, np.ndarray]:
     """The texts that a language model continues ``text_input`` with; the request's parameters are fields of completions."""
-    given = inputs.get(TEXT_INPUT.name)
-    if given is None or len(inputs) > 1 or given.dtype != object or given.ndim != 1:
+    array = inputs.get(TEXT_INPUT.name)
+    if array is None or len(inputs) > 1 or array.dtype != object or array.ndim != 1:
         raise bad(
             f"{served.name} is a language model and takes {TEXT_INPUT.name}, BYTES [texts]; send that, or ask /v1/completions"
         )
     try:
-        prompts = [bytes(one).decode() for one in given]
+        prompts = [bytes(text).decode() for text in array]
     except UnicodeDecodeError as error:
         raise bad(f"{TEXT_INPUT.name} is not UTF-8 ({error.reason}); send texts") from error
     for name in NOT_HERE:
@@ -408,26 +420,28 @@ async def _texts(
             raise bad(f"parameters.{name} is not taken here; leave it out, or ask /v1/completions")
     body = encode({**fields.parameters, "model": served.name, "prompt": prompts})
     texts = await continued(request, state, served, decode(body, CompletionFields))
-    return {TEXT_OUTPUT.name: objects([one.encode() for one in texts])}
+    return {TEXT_OUTPUT.name: objects([text.encode() for text in texts])}
 
 
-def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarray]) -> Response:
-    asked = [WireOutput(name=name) for name in found] if not fields.outputs else fields.outputs
+def _response(fields: InferFields, served: Served, arrays: Mapping[str, np.ndarray]) -> Response:
+    requested = [WireOutput(name=name) for name in arrays] if not fields.outputs else fields.outputs
     default = bool(fields.parameters.get("binary_data_output", False))
     outputs, raws = [], []
-    for one in asked:
-        if one.name not in found:
-            raise bad(f"there is no output {one.name[:80]!r}; the model's are {', '.join(found)}")
-        if "classification" in one.parameters:
+    for output in requested:
+        if output.name not in arrays:
+            raise bad(
+                f"there is no output {output.name[:80]!r}; the model's are {', '.join(arrays)}"
+            )
+        if "classification" in output.parameters:
             raise bad("classification is not supported; read the outputs themselves")
-        array = named(found[one.name])
+        array = named(arrays[output.name])
         kind = BYTES if array.dtype == object else str(array.dtype)
         entry: dict[str, Any] = {
-            "name": one.name,
+            "name": output.name,
             "datatype": datatype(kind),
             "shape": list(array.shape),
         }
-        if one.parameters.get("binary_data", default):
+        if output.parameters.get("binary_data", default):
             raws.append(to_bytes(array))
             entry["parameters"] = {"binary_data_size": len(raws[-1])}
         else:
@@ -456,11 +470,11 @@ def version_in(request: Request) -> int | None:
     Raises:
         ProblemError: it is no number.
     """
-    given = request.path_params.get("version")
-    if given is None:
+    version = request.path_params.get("version")
+    if version is None:
         return None
-    if not (given.isascii() and given.isdigit() and len(given) < 16):
+    if not (version.isascii() and version.isdigit() and len(version) < 16):
         raise ProblemError(
-            status=404, message=f"{given[:40]!r} is no version; versions are whole numbers"
+            status=404, message=f"{version[:40]!r} is no version; versions are whole numbers"
         )
-    return int(given)
+    return int(version)

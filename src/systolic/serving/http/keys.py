@@ -148,37 +148,37 @@ class Keys:
         self._keys = read_keys(self.file)
         self._checked = time.monotonic()
 
-    def find(self, given: str, warn: Callable[[str], None]) -> Key | None:
+    def find(self, secret: str, warn: Callable[[str], None]) -> Key | None:
         """The entry of a key; None for one that is not in the file. Takes the same time for all.
 
         Args:
-            given: The key.
+            secret: The key.
             warn: Called with what is wrong with the file, once after each change.
         """
         self._refresh(warn)
-        digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        found = None
+        digest = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+        match = None
         for key in self._keys:
             if hmac.compare_digest(key.hash, digest):
-                found = key
-        return found
+                match = key
+        return match
 
     def rates(self, key: Key) -> dict[str, TokenBucket]:
         """Rates of a key: ``requests`` and ``tokens``, each if it is bounded."""
-        given = {
+        limits = {
             "requests": (key.rate_per_minute, self.rate_per_minute),
             "tokens": (key.tokens_per_minute, self.tokens_per_minute),
         }
-        found = {}
-        for what, (own, common) in given.items():
+        buckets = {}
+        for what, (own, common) in limits.items():
             rate = common if own is None else own
             if not rate:
                 continue
             bucket = self._buckets.get((key.name, what))
             if bucket is None or bucket.per_minute != rate:
                 bucket = self._buckets[key.name, what] = TokenBucket.full(rate)
-            found[what] = bucket
-        return found
+            buckets[what] = bucket
+        return buckets
 
     def _refresh(self, warn: Callable[[str], None]) -> None:
         now = time.monotonic()
@@ -233,18 +233,18 @@ def _parsed(file: Path) -> tuple[tuple[Key, ...], list[str]]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line.strip())
-        if found is None:
+        fields = _LINE.fullmatch(line.strip())
+        if fields is None:
             problems.append(
                 f"{file}: line {number} is no key; lines are NAME sha256:HEX [rate=N] [tokens=N]"
             )
             continue
-        rate = None if found["rate"] is None else int(found["rate"])
-        tokens = None if found["tokens"] is None else int(found["tokens"])
+        rate = None if fields["rate"] is None else int(fields["rate"])
+        tokens = None if fields["tokens"] is None else int(fields["tokens"])
         keys.append(
             Key(
-                name=found["name"],
-                hash=bytes.fromhex(found["hash"]),
+                name=fields["name"],
+                hash=bytes.fromhex(fields["hash"]),
                 rate_per_minute=rate,
                 tokens_per_minute=tokens,
             )

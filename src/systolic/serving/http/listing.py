@@ -24,10 +24,10 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def described(served: Served) -> dict[str, Any]:
     """A model as OpenAI lists it, with its context as vLLM adds it."""
-    found = {**entry(served.name, served.created), "ready": served.ready}
+    about = {**entry(served.name, served.created), "ready": served.ready}
     if isinstance(served, ServedText):
-        return {**found, "kind": served.kind, "max_model_len": served.engine.context}
-    return {**found, "kind": served.model.kind.value}
+        return {**about, "kind": served.kind, "max_model_len": served.engine.context}
+    return {**about, "kind": served.model.kind.value}
 
 
 def entry(name: str, created: int = 0) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def entry(name: str, created: int = 0) -> dict[str, Any]:
 async def models(request: Request, state: ServerState) -> Response:
     """``GET /v1/models``: those that answer, then those that are opened."""
     del request
-    found = [described(one) for one in state.registry.newest()]
-    names = [one["id"] for one in found]
+    served_models = [described(served) for served in state.registry.newest()]
+    names = [model["id"] for model in served_models]
     opening = dict.fromkeys(name for name, _ in state.opening if name not in names)
-    return json_response({"object": "list", "data": [*found, *map(entry, opening)]})
+    return json_response({"object": "list", "data": [*served_models, *map(entry, opening)]})
 
 
 async def health(request: Request, state: ServerState) -> Response:
@@ -113,7 +113,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
         "tokens": ids,
     }
     if fields.return_token_strs:
-        answer["token_strs"] = [served.tokenizer.token(one) for one in ids]
+        answer["token_strs"] = [served.tokenizer.token(token) for token in ids]
     return json_response(answer)
 
 

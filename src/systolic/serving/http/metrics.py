@@ -25,8 +25,8 @@ from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import Key
 from systolic.serving.text.buckets import Buckets
-from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.request import Finish, TextOutput
+from systolic.serving.text.sequence import EngineLoad, StepFacts
 from systolic.steps.serving_layout import DeviceShares
 
 PREFIX = "systolic:"
@@ -197,10 +197,10 @@ class Metrics:
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
         """A gauge of this registry."""
-        made = Gauge(f"{PREFIX}{name}", text, labels, registry=self.registry)
+        gauge = Gauge(f"{PREFIX}{name}", text, labels, registry=self.registry)
         if set(MODEL[:2]) <= set(labels):
-            self._gauges.append(made)
-        return made
+            self._gauges.append(gauge)
+        return gauge
 
     def gauges(self, model: str, version: int) -> "Gauges":
         """Gauges of a version that is being opened: hidden while one of the same label is served."""
@@ -209,12 +209,12 @@ class Metrics:
 
     def opened(self, model: str, version: int, seconds: float) -> None:
         """Shows the gauges of a version that is ready after so many seconds, in place of those of another one of its label."""
-        found = self.gauges(model, version)
-        found.set(self.startup, (model, str(version), "total"), seconds)
+        gauges = self.gauges(model, version)
+        gauges.set(self.startup, (model, str(version), "total"), seconds)
         if (model, version) in self._served:
             self.forget(model, version)
         self._served[model, version] = self._opening.pop((model, version))
-        found.show()
+        gauges.show()
 
     def failed(self, model: str, version: int) -> None:
         """Takes out the gauges of a version that could not be opened; those of one of its label that is served stay."""
@@ -228,8 +228,8 @@ class Metrics:
         self._remove(model, version)
 
     def _remove(self, model: str, version: int) -> None:
-        for one in self._gauges:
-            one.remove_by_labels({"model_name": model, "version": str(version)})
+        for gauge in self._gauges:
+            gauge.remove_by_labels({"model_name": model, "version": str(version)})
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         """A histogram of this registry."""
@@ -246,8 +246,8 @@ PHASES = ("weights", "trace", "compile", "keep", "load")
 
 def begin_counts(metrics: Metrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
     """Counters at 0 that would else be absent until they first count."""
-    for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
-        one.labels(*at)
+    for counter in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
+        counter.labels(*at)
     for phase in PHASES:  # Other engines of the model may have added to it.
         gauges.add(metrics.startup, (*at[:2], phase), 0.0)
 
@@ -268,7 +268,7 @@ def count_compile(
 
 
 class TextMetrics:
-    """Metrics of language models; a :class:`~systolic.serving.text.facts.EngineWatcher` for each by :meth:`of`."""
+    """Metrics of language models; a :class:`~systolic.serving.text.sequence.EngineWatcher` for each by :meth:`of`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.all = metrics
@@ -309,7 +309,7 @@ class TextMetrics:
 
 
 class TextMeter:
-    """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
+    """Counts what one language model does; a :class:`~systolic.serving.text.sequence.EngineWatcher`."""
 
     def __init__(self, metrics: TextMetrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
         self._all, self._gauges, self._at = metrics, gauges, at
@@ -525,7 +525,7 @@ class BatchLoadMetrics:
     def sized(self, buckets: BucketGrid) -> None:
         """Before the first program is compiled."""
         sizes = {"batch": list(buckets.rows)}
-        lengths = [one for one in buckets.lengths if one is not None]
+        lengths = [length for length in buckets.lengths if length is not None]
         if lengths:
             sizes["positions"] = lengths
         self._log.write(
@@ -560,10 +560,10 @@ class BatchLoadMetrics:
         self._meter.answered(facts)
 
 
-def layout_told(model: str, log: EventLog) -> Callable[[DeviceShares], None]:
+def layout_writer(model: str, log: EventLog) -> Callable[[DeviceShares], None]:
     """Writes the layout of a model; nothing where the machine has one device."""
 
-    def told(shares: DeviceShares) -> None:
+    def write_layout(shares: DeviceShares) -> None:
         if shares.devices == 1:
             return
         log.write(
@@ -579,7 +579,7 @@ def layout_told(model: str, log: EventLog) -> Callable[[DeviceShares], None]:
         if shares.idle:
             log.warn(f"{model}: {shares.told_idle}")
 
-    return told
+    return write_layout
 
 
 def tell_compile(log: EventLog, model: str, facts: CompileFacts) -> None:

@@ -40,9 +40,9 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get(b"x-request-id", "")
+        request_id = headers.get(b"x-request-id", "")
         context = scope[CONTEXT] = RequestContext(
-            id=given if _ID.fullmatch(given) else new_id("req"),
+            id=request_id if _ID.fullmatch(request_id) else new_id("req"),
             receive=receive,
             send=send,
             body_left=self.state.limits.body_bytes,
@@ -115,12 +115,12 @@ class RequestMiddleware:
     def _identify(
         self, keys: Keys, headers: MutableMapping[bytes, str], context: RequestContext
     ) -> None:
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        scheme, _, secret = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get(b"x-api-key", "")
-        key = keys.find(given.strip(), self.log.warn)
+            secret = headers.get(b"x-api-key", "")
+        key = keys.find(secret.strip(), self.log.warn)
         if key is None:
-            problem = "the API key is not known" if given else "no API key was given"
+            problem = "the API key is not known" if secret else "no API key was given"
             raise ProblemError(
                 status=401,
                 message=f"{problem}; send one as Authorization: Bearer KEY",
@@ -172,16 +172,16 @@ class RequestMiddleware:
         )
 
 
-def _deadline(asked: str | None, most: float | None) -> float | None:
+def _deadline(header: str | None, most: float | None) -> float | None:
     """Seconds that a request may take: what its header asks for, at most the server's.
 
     Raises:
         ProblemError: the header is no number of seconds.
     """
-    if asked is None:
+    if header is None:
         return most
     try:
-        seconds = float(asked)
+        seconds = float(header)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):

@@ -180,7 +180,7 @@ class Process(uvicorn.Server):
         )
         self.state, self.address, self.log = state, address, log
         self._pending, self._keys = pending, keys
-        state.opening = [one.key for one in pending]
+        state.opening = [load.key for load in pending]
         self._listening, self._renewal = listening, renewal
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -250,7 +250,10 @@ class Process(uvicorn.Server):
             "ready",
             seconds=round(total, 3),
             url=self.url,
-            models=[{"name": one.name, "kind": one.kind} for one in self.state.registry.newest()],
+            models=[
+                {"name": served.name, "kind": served.kind}
+                for served in self.state.registry.newest()
+            ],
             keys=self._keys is not None or None,
         )
 
@@ -272,14 +275,14 @@ class Process(uvicorn.Server):
             self.log.write("failed", model=name, version=version, error=reason)
             return reason
         finally:
-            state.opening = [one for one in state.opening if one != pending.key]
+            state.opening = [key for key in state.opening if key != pending.key]
         self.log.write("warm", model=name, version=version, seconds=round(seconds, 3))
         return None
 
     def _add(self, served: Served) -> None:
         """Hands requests to a model; one of its name and version ends when its own have ended."""
         registry = self.state.registry
-        if all(one.key != served.key for one in registry.everything()):
+        if all(other.key != served.key for other in registry.everything()):
             registry.put(served)
             return
         whole = registry.swap(served, self.address.grace_seconds)
@@ -304,11 +307,11 @@ class Process(uvicorn.Server):
             Why the first of those that failed did.
         """
         state = self.state
-        state.opening = [one.key for one in renewal.added]
-        reasons = {one.key[0]: reason for one in renewal.added if (reason := self._start(one))}
+        state.opening = [load.key for load in renewal.added]
+        reasons = {load.key[0]: reason for load in renewal.added if (reason := self._start(load))}
         for name, version in renewal.unchanged:
             self.log.write("unchanged", model=name, version=version)
-        held = [one.key for one in state.registry.everything()]
+        held = [served.key for served in state.registry.everything()]
         for name, version in renewal.gone:
             if name in reasons:
                 continue
@@ -326,7 +329,7 @@ class Process(uvicorn.Server):
         with self._renewing:
             renewal = self._renewal(name)
             reason = self._change(renewal)
-            if any(one.name == name for one in self.state.registry.everything()):
+            if any(served.name == name for served in self.state.registry.everything()):
                 self.state.unloaded.discard(name)
         if reason is not None:
             raise RunError(reason)
@@ -338,7 +341,7 @@ class Process(uvicorn.Server):
             versions = self.state.registry.versions(name)
             failed = [key for key in self.state.failures if key[0] == name]
             self.state.unloaded.add(name)
-            self._change(ReloadPlan(gone=[*(one.key for one in versions), *failed]))
+            self._change(ReloadPlan(gone=[*(served.key for served in versions), *failed]))
 
     def end(self) -> None:
         """Begins to end; from any thread."""

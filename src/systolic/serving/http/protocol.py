@@ -77,17 +77,17 @@ class ProblemError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Headers of the answer, ``Retry-After`` in whole seconds."""
-        found = {}
+        headers = {}
         if self.retry_seconds is not None:
-            found["retry-after"] = str(max(math.ceil(self.retry_seconds), 1))
-            found["x-should-retry"] = "true"
+            headers["retry-after"] = str(max(math.ceil(self.retry_seconds), 1))
+            headers["x-should-retry"] = "true"
         elif self.status in FINAL:
-            found["x-should-retry"] = "false"
+            headers["x-should-retry"] = "false"
         if self.status == 401:
-            found["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
         if self.allow is not None:
-            found["allow"] = self.allow
-        return found
+            headers["allow"] = self.allow
+        return headers
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ProblemError:
@@ -169,14 +169,18 @@ def _judged(text: str, raw: bytes) -> ProblemError:
     if missing := _MISSING.fullmatch(reason):
         param = f"{path}.{missing[1]}" if path else missing[1]
         return bad(f"{param} is missing; send it", param)
-    given = f"{path or 'the body'} is {_shown(raw, path)}"
+    sent = f"{path or 'the body'} is {_shown(raw, path)}"
     if bound := _BOUND.fullmatch(reason):
-        return bad(f"{given}; ask for {_BOUNDS[bound[1]].format(float(bound[2]))}", path)
+        return bad(f"{sent}; ask for {_BOUNDS[bound[1]].format(float(bound[2]))}", path)
     if kind := _KIND.fullmatch(reason):
-        names = [_KINDS.get(one, one) for one in kind[1].split(" | ") if one != "null"]
-        return bad(f"{given}; send {' or '.join(names)}", path or None)
+        names = [
+            _KINDS.get(type_name, type_name)
+            for type_name in kind[1].split(" | ")
+            if type_name != "null"
+        ]
+        return bad(f"{sent}; send {' or '.join(names)}", path or None)
     if reason.startswith("Invalid enum value"):
-        return bad(f"{given}, which is not supported; leave it out", path)
+        return bad(f"{sent}, which is not supported; leave it out", path)
     return bad(f"{path or 'the body'}: {reason}", path or None)
 
 
@@ -206,9 +210,9 @@ def with_infinities(value: Any, written: bytes) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return msgspec.Raw(written if value > 0 else b"-" + written)
     if isinstance(value, list):
-        return [with_infinities(one, written) for one in value]
+        return [with_infinities(part, written) for part in value]
     if isinstance(value, dict):
-        return {name: with_infinities(one, written) for name, one in value.items()}
+        return {name: with_infinities(part, written) for name, part in value.items()}
     return value
 
 
@@ -306,7 +310,7 @@ class TextFields(Struct, kw_only=True):
         several = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(several) > STOPS:
             raise bad(f"stop has {len(several)} strings; at most {STOPS} are taken", "stop")
-        if any(not 0 < len(one) <= LONGEST_STOP for one in several):
+        if any(not 0 < len(stop) <= LONGEST_STOP for stop in several):
             raise bad(
                 f"stop has a string that is empty or longer than {LONGEST_STOP} characters", "stop"
             )
@@ -336,7 +340,7 @@ class TextFields(Struct, kw_only=True):
         )
 
     def _bias(self, vocab_size: int) -> dict[int, float]:
-        found = {}
+        bias = {}
         for name, value in (self.logit_bias or {}).items():
             if not (
                 name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size
@@ -345,8 +349,8 @@ class TextFields(Struct, kw_only=True):
                     f"logit_bias names {name[:40]!r}, which is no token of the model; ids are 0 to {vocab_size - 1}",
                     "logit_bias",
                 )
-            found[int(name)] = value
-        return found
+            bias[int(name)] = value
+        return bias
 
     def text_request(
         self,
@@ -412,12 +416,12 @@ def refuse(name: str, value: object) -> None:
     )
 
 
-def room(prompt: int, asked: int | None, context: int, param: str, field: str) -> int:
+def room(prompt: int, max_tokens: int | None, context: int, param: str, field: str) -> int:
     """New tokens that a request may have.
 
     Args:
         prompt: Tokens of the prompt.
-        asked: Most new tokens; None takes what is left.
+        max_tokens: Most new tokens; None takes what is left.
         context: Tokens of prompt and answer together.
         param: Field of the prompt.
         field: Field of the number of new tokens.
@@ -427,7 +431,7 @@ def room(prompt: int, asked: int | None, context: int, param: str, field: str) -
     """
     if prompt == 0:
         raise bad(f"{param} has no tokens; send some text", param)
-    wanted = 1 if asked is None else asked
+    wanted = 1 if max_tokens is None else max_tokens
     if wanted >= context > prompt:
         raise bad(
             f"{field} is {wanted} and the model's context is {context} tokens, of which {param} takes {prompt}; ask for {context - prompt} or fewer",
@@ -435,13 +439,13 @@ def room(prompt: int, asked: int | None, context: int, param: str, field: str) -
             "context_length_exceeded",
         )
     if prompt + wanted > context:
-        told = f"{prompt} tokens" + (f" and up to {asked} new ones" if asked else "")
+        counts = f"{prompt} tokens" + (f" and up to {max_tokens} new ones" if max_tokens else "")
         raise bad(
-            f"the model's context is {context} tokens and the request has {told}; shorten {param} or ask for fewer",
+            f"the model's context is {context} tokens and the request has {counts}; shorten {param} or ask for fewer",
             param,
             "context_length_exceeded",
         )
-    return context - prompt if asked is None else asked
+    return context - prompt if max_tokens is None else max_tokens
 
 
 def _given(value: Any, default: Any) -> Any:

@@ -54,7 +54,9 @@ def submit(
         context.at_end(stream.cancel)
         streams.append(stream)
     # Choices share their prompt, which counts once; a request that is refused costs none.
-    context.spend(sum(map(len, {id(one.tokens): one.tokens for one in requests}.values())))
+    context.spend(
+        sum(map(len, {id(request.tokens): request.tokens for request in requests}.values()))
+    )
     return streams
 
 
@@ -112,7 +114,7 @@ async def merged(
             outputs.put_nowait((number, error))
         outputs.put_nowait((number, None))
 
-    tasks = [asyncio.ensure_future(pump(*one)) for one in enumerate(streams)]
+    tasks = [asyncio.ensure_future(pump(*numbered)) for numbered in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
@@ -150,24 +152,24 @@ async def answered(
     future = served.model.submit(inputs, deadline_seconds=context.deadline_seconds)
     context.at_end(future.cancel)
     try:
-        found = await attended(request, asyncio.wrap_future(future))
+        outputs = await attended(request, asyncio.wrap_future(future))
     except CancelledError as error:
         raise ProblemError(
             status=503, message="the request was cancelled", retry_seconds=1.0
         ) from error
-    context.examples = len(next(iter(found.values()), ()))
+    context.examples = len(next(iter(outputs.values()), ()))
     if served.model.kind is ModelKind.embedding:
-        tokens = int(np.sum(found["tokens"]))
+        tokens = int(np.sum(outputs["tokens"]))
         context.spend(tokens)
         context.prompt_tokens = tokens
-    return found
+    return outputs
 
 
 def objects(values: list[bytes] | list[object]) -> np.ndarray:
     """Values as an object array [n], whatever they are."""
-    made = np.empty(len(values), object)
-    made[:] = values
-    return made
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 DONE = b"data: [DONE]\n\n"

@@ -124,12 +124,12 @@ class RequestContext:
         firsts = outputs[::choices]
         prompt = self.prompt_tokens = sum(output.prompt_tokens for output in firsts)
         self.cached_tokens = sum(output.cached_tokens for output in firsts)
-        made = 0 if only_prompts else sum(output.completion_tokens for output in outputs)
-        self.completion_tokens, self.examples, self.choices = made, len(firsts), choices
+        written = 0 if only_prompts else sum(output.completion_tokens for output in outputs)
+        self.completion_tokens, self.examples, self.choices = written, len(firsts), choices
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 

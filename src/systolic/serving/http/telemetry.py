@@ -137,18 +137,20 @@ class _TraceSpan:
         """See :class:`RequestSpan`."""
         from opentelemetry.trace import Status, StatusCode
 
-        found: dict[str, str | int | float | Sequence[str]] = {"http.response.status_code": status}
+        attributes: dict[str, str | int | float | Sequence[str]] = {
+            "http.response.status_code": status
+        }
         if context.model is not None:
-            found["gen_ai.request.model"] = found["gen_ai.response.model"] = context.model
+            attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = context.model
         if context.prompt_tokens is not None:
-            found["gen_ai.usage.input_tokens"] = context.prompt_tokens
-            found["gen_ai.usage.output_tokens"] = context.completion_tokens
-            found["gen_ai.usage.cache_read.input_tokens"] = context.cached_tokens
+            attributes["gen_ai.usage.input_tokens"] = context.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = context.completion_tokens
+            attributes["gen_ai.usage.cache_read.input_tokens"] = context.cached_tokens
         if context.finish is not None:
-            found["gen_ai.response.finish_reasons"] = context.finish.split(",")
+            attributes["gen_ai.response.finish_reasons"] = context.finish.split(",")
         if context.first_byte_seconds is not None:
-            found["gen_ai.server.time_to_first_token"] = context.first_byte_seconds
-        self._span.set_attributes(found)
+            attributes["gen_ai.server.time_to_first_token"] = context.first_byte_seconds
+        self._span.set_attributes(attributes)
         if status >= 500:
             self._span.set_status(Status(StatusCode.ERROR))
         for number, output in enumerate(context.ended):

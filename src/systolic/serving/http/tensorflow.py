@@ -52,42 +52,55 @@ PLAIN: Mapping[ModelKind, str] = {ModelKind.image: "uint8", ModelKind.transcript
 
 def label(path: str) -> str:
     """Label of a path in metrics and the log: any other word than these would be a label of the client's making."""
-    ends = (one for one in (":predict", "/metadata") if path.endswith(one))
+    ends = (end for end in (":predict", "/metadata") if path.endswith(end))
     return f"{ROUTES}{{name}}{next(ends, '')}"
 
 
 async def model(request: Request, state: ServerState) -> Response:
     """``GET /v1/models/NAME``: OpenAI's model and TensorFlow Serving's versions in one object; or the signatures under ``/metadata``."""
-    found = _GET.fullmatch(request.path_params["rest"])
-    if found is None:
+    match = _GET.fullmatch(request.path_params["rest"])
+    if match is None:
         raise ProblemError(status=404, message="there is no such path")
-    name, version = found["name"], None if found["version"] is None else int(found["version"])
-    if found["metadata"]:
+    name, version = match["name"], None if match["version"] is None else int(match["version"])
+    if match["metadata"]:
         return json_response(_metadata(state.versions(name, version)[-1]))
-    states = [one for one in state.states() if one.name == name and version in (None, one.version)]
-    if all(one.phase is Phase.loading for one in states):
+    states = [
+        version_state
+        for version_state in state.states()
+        if version_state.name == name and version in (None, version_state.version)
+    ]
+    if all(version_state.phase is Phase.loading for version_state in states):
         state.versions(name, version)
-    newest = next((one for one in state.registry.newest() if one.name == name), None)
+    newest = next((served for served in state.registry.newest() if served.name == name), None)
     about = entry(name) if newest is None else described(newest)
-    told = [_state(one) for one in sorted(states, key=lambda one: one.version, reverse=True)]
-    return json_response({**about, "model_version_status": told})
+    statuses = [
+        _state(version_state)
+        for version_state in sorted(
+            states, key=lambda version_state: version_state.version, reverse=True
+        )
+    ]
+    return json_response({**about, "model_version_status": statuses})
 
 
-def _state(one: VersionState) -> dict[str, Any]:
-    failed = one.phase is Phase.failed
+def _state(version_state: VersionState) -> dict[str, Any]:
+    failed = version_state.phase is Phase.failed
     status = {
         "error_code": "INTERNAL" if failed else "OK",
-        "error_message": one.reason if failed else "",
+        "error_message": version_state.reason if failed else "",
     }
-    return {"version": str(one.version), "state": STATES[one.phase], "status": status}
+    return {
+        "version": str(version_state.version),
+        "state": STATES[version_state.phase],
+        "status": status,
+    }
 
 
 def _metadata(served: Served) -> dict[str, Any]:
     if isinstance(served, ServedText):
         raise bad(f"{served.name} is a language model; ask /v1/completions")
     signature = {
-        "inputs": {one.name: _signed(one) for one in served.model.inputs},
-        "outputs": {one.name: _signed(one) for one in served.model.outputs},
+        "inputs": {spec.name: _signed(spec) for spec in served.model.inputs},
+        "outputs": {spec.name: _signed(spec) for spec in served.model.outputs},
         "method_name": "tensorflow/serving/predict",
     }
     return {
@@ -107,20 +120,20 @@ def _signed(spec: ArraySpec) -> dict[str, Any]:
 
 async def predict(request: Request, state: ServerState) -> Response:
     """``POST /v1/models/NAME[/versions/N]:predict``."""
-    found = _POST.fullmatch(request.path_params["rest"])
-    if found is None:
+    match = _POST.fullmatch(request.path_params["rest"])
+    if match is None:
         raise ProblemError(status=404, message="there is no such path; ask /v1/models/NAME:predict")
-    if found["label"]:
-        raise ProblemError(status=404, message=f"{found['name']} has no label {found['label']}")
-    if found["verb"] != "predict":
-        raise bad(f"{found['verb']} is not supported; ask :predict")
+    if match["label"]:
+        raise ProblemError(status=404, message=f"{match['name']} has no label {match['label']}")
+    if match["verb"] != "predict":
+        raise bad(f"{match['verb']} is not supported; ask :predict")
     raw = await request.body()
-    version = None if found["version"] is None else int(found["version"])
-    served = state.batch(request, found["name"], version)
+    version = None if match["version"] is None else int(match["version"])
+    served = state.batch(request, match["name"], version)
     inputs, rows = await _off_loop(len(raw), lambda: read_inputs(raw, served))
     outputs = await answered(request, served, inputs)
     body = await _off_loop(
-        sum(one.nbytes for one in outputs.values()), lambda: written(outputs, rows=rows)
+        sum(array.nbytes for array in outputs.values()), lambda: written(outputs, rows=rows)
     )
     return Response(body, media_type="application/json")
 
@@ -150,7 +163,7 @@ def read_inputs(raw: bytes, served: ServedBatch) -> tuple[dict[str, np.ndarray],
         raise bad("send either instances (rows) or inputs (columns)")
     rows = "instances" in fields
     columns = _from_rows(fields["instances"], served) if rows else fields["inputs"]
-    specs = {one.name: one for one in served.model.inputs}
+    specs = {spec.name: spec for spec in served.model.inputs}
     if not isinstance(columns, dict) or "b64" in columns:
         columns = {_only(served): columns}
     for name in columns:
@@ -161,10 +174,10 @@ def read_inputs(raw: bytes, served: ServedBatch) -> tuple[dict[str, np.ndarray],
 
 
 def _only(served: ServedBatch) -> str:
-    needed = [one.name for one in served.model.inputs if not one.optional]
+    needed = [spec.name for spec in served.model.inputs if not spec.optional]
     if len(needed) != 1:
         raise bad(
-            f"name the inputs; the model's are {', '.join(one.name for one in served.model.inputs)}"
+            f"name the inputs; the model's are {', '.join(spec.name for spec in served.model.inputs)}"
         )
     return needed[0]
 
@@ -189,11 +202,11 @@ def _array(value: Any, spec: ArraySpec, kind: ModelKind) -> np.ndarray:
     if not isinstance(value, list):
         raise bad(f"input {spec.name} is no list of examples")
     if spec.dtype == BYTES:
-        if all(isinstance(one, str | dict) for one in value):
-            return objects([_raw(one, spec) for one in value])
+        if all(isinstance(example, str | dict) for example in value):
+            return objects([_raw(example, spec) for example in value])
         dtype = np.dtype(PLAIN.get(kind, "int32"))
         if kind is ModelKind.embedding:
-            return objects([_numbers(one, spec, dtype) for one in value])
+            return objects([_numbers(example, spec, dtype) for example in value])
     else:
         dtype = np.dtype(spec.dtype)
     return _numbers(value, spec, dtype)
@@ -227,8 +240,8 @@ def written(outputs: Mapping[str, np.ndarray], *, rows: bool) -> bytes:
     """The answer: rows where the request had rows, else columns; a single output stands for itself."""
     columns = {name: _listed(name, array) for name, array in outputs.items()}
     if not rows:
-        made = next(iter(columns.values())) if len(columns) == 1 else columns
-        return json.dumps({"outputs": made}).encode()
+        body = next(iter(columns.values())) if len(columns) == 1 else columns
+        return json.dumps({"outputs": body}).encode()
     if len(columns) == 1:
         return json.dumps({"predictions": next(iter(columns.values()))}).encode()
     names = list(columns)
@@ -245,7 +258,7 @@ def _listed(name: str, array: np.ndarray) -> Any:
 
 def _each(value: Any, *, as_base64: bool) -> Any:
     if isinstance(value, list):
-        return [_each(one, as_base64=as_base64) for one in value]
+        return [_each(part, as_base64=as_base64) for part in value]
     raw = value.encode() if isinstance(value, str) else bytes(value)
     if as_base64:
         return {"b64": base64.b64encode(raw).decode()}

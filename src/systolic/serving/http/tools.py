@@ -31,12 +31,12 @@ class ToolCall:
             index: Counts the calls of a stream.
             short: Whether the template takes ids of nine letters and digits alone.
         """
-        made: dict[str, Any] = {
+        call: dict[str, Any] = {
             "id": secrets.token_hex(5)[:9] if short else new_id("call"),
             "type": "function",
             "function": {"name": self.name, "arguments": self.arguments},
         }
-        return made if index is None else {"index": index, **made}
+        return call if index is None else {"index": index, **call}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class CallReader:
             return self._bare()
         said, calls = "", []
         while (start := self._held.find(OPEN)) >= 0:
-            found = _CALL.match(self._held, start)
-            if found is None:
+            match = _CALL.match(self._held, start)
+            if match is None:
                 break
-            call = _read(found[1])
-            said += self._held[:start] if call is not None else self._held[: found.end()]
+            call = _read(match[1])
+            said += self._held[:start] if call is not None else self._held[: match.end()]
             calls += [] if call is None else [call]
-            self._held = self._held[found.end() :]
+            self._held = self._held[match.end() :]
         start = self._held.find(OPEN)
         keep = len(self._held) - start if start >= 0 else _overlap(self._held, OPEN)
         certain = len(self._held) - keep
@@ -132,24 +132,24 @@ class CallReader:
 def _objects(text: str) -> Sequence[str]:
     stripped = text.strip()
     try:
-        found = json.loads(stripped)
+        calls = json.loads(stripped)
     except ValueError:
         return [line for line in re.split(r"[;\n]\s*(?=\{)", stripped) if line]
-    return [json.dumps(one) for one in found] if isinstance(found, list) else [stripped]
+    return [json.dumps(call) for call in calls] if isinstance(calls, list) else [stripped]
 
 
 def _read(text: str) -> ToolCall | None:
     """A call from its JSON; None where it is none."""
     try:
-        found = json.loads(text)
+        call = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name=found["name"], arguments=arguments)
+    return ToolCall(name=call["name"], arguments=arguments)
 
 
 def _first(text: str) -> str:

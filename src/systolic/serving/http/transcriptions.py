@@ -42,16 +42,16 @@ async def transcriptions(request: Request, state: ServerState) -> Response:
             f"{served.name} is a model of kind {served.model.kind.value} and writes down no speech",
             "model",
         )
-    given = {"audio": objects([sound])}
+    inputs = {"audio": objects([sound])}
     if language:
-        given["language"] = objects([language.encode()])
-    found = await answered(request, served, given)
-    text = _text(found["text"][0])
-    seconds = float(found["seconds"][0])
-    segments = json.loads(_text(found["segments"][0]))
+        inputs["language"] = objects([language.encode()])
+    outputs = await answered(request, served, inputs)
+    text = _text(outputs["text"][0])
+    seconds = float(outputs["seconds"][0])
+    segments = json.loads(_text(outputs["segments"][0]))
     if stream:
         return await streamed(request, _events(text, segments))
-    return _response(shape, text, seconds, segments, _text(found["language"][0]))
+    return _response(shape, text, seconds, segments, _text(outputs["language"][0]))
 
 
 def _fields(form: FormData) -> tuple[str | None, str, bool, str]:
@@ -67,7 +67,7 @@ def _fields(form: FormData) -> tuple[str | None, str, bool, str]:
         if value not in (without, "0.0", ""):
             raise bad(f"{name} is not supported; leave it out", name, "unsupported_parameter")
     words = form.getlist("timestamp_granularities[]")
-    if any(one != "segment" for one in words):
+    if any(word != "segment" for word in words):
         raise bad(
             "timestamp_granularities other than segment are not supported; leave them out",
             "timestamp_granularities[]",
@@ -85,20 +85,20 @@ def _response(
             return Response(f"{text}\n", media_type="text/plain")
         case "srt":
             parts = [
-                f"{number}\n{_clock(one['start'], ',')} --> {_clock(one['end'], ',')}\n{one['text'].strip()}\n"
-                for number, one in enumerate(segments, 1)
+                f"{number}\n{_clock(segment['start'], ',')} --> {_clock(segment['end'], ',')}\n{segment['text'].strip()}\n"
+                for number, segment in enumerate(segments, 1)
             ]
             return Response("\n".join(parts), media_type="text/plain")
         case "vtt":
             parts = [
-                f"{_clock(one['start'], '.')} --> {_clock(one['end'], '.')}\n{one['text'].strip()}\n"
-                for one in segments
+                f"{_clock(segment['start'], '.')} --> {_clock(segment['end'], '.')}\n{segment['text'].strip()}\n"
+                for segment in segments
             ]
             return Response("\n".join(["WEBVTT\n", *parts]), media_type="text/vtt")
         case "verbose_json":
             listed = [
-                {"id": number, "seek": int(one["start"] * 100), **one}
-                for number, one in enumerate(segments)
+                {"id": number, "seek": int(segment["start"] * 100), **segment}
+                for number, segment in enumerate(segments)
             ]
             answer = {
                 "task": "transcribe",
@@ -114,7 +114,7 @@ def _response(
 
 
 async def _events(text: str, segments: Sequence[dict[str, Any]]) -> AsyncIterator[bytes]:
-    said = [words for one in segments if (words := one["text"].strip())]
+    said = [words for segment in segments if (words := segment["text"].strip())]
     for number, words in enumerate(said):
         delta = f" {words}" if number else words
         yield event({"type": "transcript.text.delta", "delta": delta})

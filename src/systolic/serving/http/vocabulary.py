@@ -10,9 +10,9 @@ _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x1
 @lru_cache(maxsize=1)
 def _byte_of() -> dict[str, int]:
     """Sign to byte of byte-level vocabularies (openai/gpt-2, encoder.py: bytes_to_unicode)."""
-    found = {chr(byte): byte for byte in _VISIBLE}
-    others = [byte for byte in range(256) if byte not in found.values()]
-    return found | {chr(256 + number): byte for number, byte in enumerate(others)}
+    visible = {chr(byte): byte for byte in _VISIBLE}
+    others = [byte for byte in range(256) if byte not in visible.values()]
+    return visible | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 class Vocabulary:
@@ -41,10 +41,10 @@ class Vocabulary:
         return self._both(index)[1]
 
     def _both(self, index: int) -> tuple[str, list[int]]:
-        found = self._known.get(index)
-        if found is None:
-            found = self._known[index] = self._read(index)
-        return found
+        text_and_bytes = self._known.get(index)
+        if text_and_bytes is None:
+            text_and_bytes = self._known[index] = self._read(index)
+        return text_and_bytes
 
     def _read(self, index: int) -> tuple[str, list[int]]:
         if self._tokenizer.path is None:

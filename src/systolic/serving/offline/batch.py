@@ -122,7 +122,7 @@ def run_batch(
 
     Raises: as :func:`systolic.batch`.
     """
-    target = max(checked_targets([model]), key=lambda one: one.version)
+    target = max(checked_targets([model]), key=lambda target: target.version)
     output = BatchOutput.open(out, BatchInput.read(source))
     try:
         if output.answered:
@@ -181,9 +181,9 @@ def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
 
 
 def _precision(target: ServeTarget, settings: ServeSettings) -> str:
-    asked = settings.precision
+    precision = settings.precision
     if not in_files(target.path):
-        return "the run's" if asked is Precision.auto else asked.value
+        return "the run's" if precision is Precision.auto else precision.value
     from systolic.steps.machine import LocalDevices
 
-    return asked.resolve(LocalDevices.here().platform).value
+    return precision.resolve(LocalDevices.here().platform).value

@@ -99,9 +99,9 @@ class BatchInput:
                     if digests[-1] != BLANK:
                         ids.append(_hash(custom_id_of(number, line).encode()))
                     if digests[-1] != BLANK and problems is not None:
-                        told = no_request(number, line)
-                        said = f"line {number} is no request ({told}), nor is any other"
-                        problems = None if told is None else (problems or (said,))
+                        reason = no_request(number, line)
+                        said = f"line {number} is no request ({reason}), nor is any other"
+                        problems = None if reason is None else (problems or (said,))
         except DAMAGED as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise NotFoundError(
@@ -112,9 +112,9 @@ class BatchInput:
             ) from error
         if problems:
             raise DataError(f"{path}: {problems[0]}; {EXPECTED}")
-        found = cls(path=path, digests=digests)
-        found._check(ids)
-        return found
+        source = cls(path=path, digests=digests)
+        source._check(ids)
+        return source
 
     @property
     def count(self) -> int:
@@ -282,21 +282,21 @@ class BatchOutput:
                 self._end += len(line)
 
     def _take(self, place: int, line: bytes) -> None:
-        found = answered_line(line)
-        if found is None:
+        answered = answered_line(line)
+        if answered is None:
             raise DataError(
                 f"{self.path}: line {place} is no result of systolic batch; name another output"
             )
         digests = self.source.digests
-        if found.number > len(digests) or digests[found.number - 1] != found.digest:
+        if answered.number > len(digests) or digests[answered.number - 1] != answered.digest:
             raise DataError(
-                f"{self.path}: line {place} answers another line {found.number} than {self.source.path} has; name another output, or the input that it was made of"
+                f"{self.path}: line {place} answers another line {answered.number} than {self.source.path} has; name another output, or the input that it was made of"
             )
-        if self.done[found.number]:
+        if self.done[answered.number]:
             raise DataError(
-                f"{self.path}: line {place} answers line {found.number} a second time; delete one of them"
+                f"{self.path}: line {place} answers line {answered.number} a second time; delete one of them"
             )
-        self._mark(found.number, found.ok)
+        self._mark(answered.number, answered.ok)
 
     def _unwritten(self, error: OSError) -> RunError:
         return RunError(

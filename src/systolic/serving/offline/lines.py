@@ -102,42 +102,42 @@ def request_of(number: int, line: bytes) -> LineRequest | LineProblem:
         return LineProblem(named, "invalid_line", f"line {number} is no request: {reason}")
     named = fields.custom_id or named
     if fields.method not in (None, "POST"):
-        told = f"method is {fields.method!r}; send POST"
-        return LineProblem(named, "invalid_method", told)
+        message = f"method is {fields.method!r}; send POST"
+        return LineProblem(named, "invalid_method", message)
     url, body = fields.url, fields.body
     if not bytes(body) and url is None:
-        given = zip(BODIES, (fields.messages, fields.prompt, fields.input), strict=True)
-        routes = [BODIES[name] for name, value in given if bytes(value)]
+        bodies = zip(BODIES, (fields.messages, fields.prompt, fields.input), strict=True)
+        routes = [BODIES[name] for name, value in bodies if bytes(value)]
         if len(routes) == 1:
             url, body = routes[0], Raw(line.strip())
     if url is None or not url.startswith("/") or not url.isprintable():
         known = "there is no url" if url is None else f"url is {url!r}"
-        told = f"{known}; give a path such as /v1/chat/completions"
-        return LineProblem(named, "invalid_url", told)
+        message = f"{known}; give a path such as /v1/chat/completions"
+        return LineProblem(named, "invalid_url", message)
     if not bytes(body):
         return LineProblem(named, "invalid_body", "body is missing; give the fields of the request")
     if _streams(bytes(body)):
-        told = "stream is true, and a batch has whole answers; leave it out"
-        return LineProblem(named, "invalid_body", told)
+        message = "stream is true, and a batch has whole answers; leave it out"
+        return LineProblem(named, "invalid_body", message)
     return LineRequest(named, url, bytes(body))
 
 
 def no_request(number: int, line: bytes) -> str | None:
     """Why a line is something else than a request, such as a line of a log; None for a request, though it be a wrong one."""
-    found = request_of(number, line)
-    if isinstance(found, LineRequest) or found.code not in ("invalid_line", "invalid_url"):
+    request = request_of(number, line)
+    if isinstance(request, LineRequest) or request.code not in ("invalid_line", "invalid_url"):
         return None
-    return found.message.removeprefix(f"line {number} is no request: ")
+    return request.message.removeprefix(f"line {number} is no request: ")
 
 
 def _streams(body: bytes) -> bool:
     if b'"stream"' not in body:
         return False
     try:
-        found = _STREAMED.decode(body).stream
+        stream = _STREAMED.decode(body).stream
     except UNREADABLE:
         return False  # The route says what is wrong with it.
-    return bytes(found) == b"true"
+    return bytes(stream) == b"true"
 
 
 def result_id(number: int, digest: int) -> str:
@@ -180,11 +180,11 @@ def answered_line(line: bytes) -> LineAnswered | None:
         result = _RESULT.decode(line)
     except UNREADABLE:
         return None
-    found = _ID.fullmatch(result.id)
-    if found is None:
+    match = _ID.fullmatch(result.id)
+    if match is None:
         return None
     ok = result.response is not None and result.response.status_code == 200
-    return LineAnswered(int(found["line"]), int(found["digest"], 16), ok)
+    return LineAnswered(int(match["line"]), int(match["digest"], 16), ok)
 
 
 def _written(result: _Result) -> bytes:

@@ -68,13 +68,13 @@ async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
         "client": None,
         "server": None,
     }
-    given = [body]
+    bodies = [body]
     headers: dict[bytes, bytes] = {}
     parts: list[bytes] = []
 
     async def receive() -> Message:
-        if given:
-            return {"type": "http.request", "body": given.pop(), "more_body": False}
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
         await asyncio.Event().wait()  # This client does not leave before its answer.
         raise AssertionError
 
@@ -185,15 +185,15 @@ class BatchRun:
             yield
             return
         loop = asyncio.get_running_loop()
-        before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-        for one in before:
-            loop.add_signal_handler(one, self._stop)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            loop.add_signal_handler(number, self._stop)
         try:
             yield
         finally:
-            for one, handler in before.items():
-                loop.remove_signal_handler(one)
-                signal.signal(one, handler)
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
     def _stop(self) -> None:
         self._stops += 1
@@ -219,8 +219,8 @@ class BatchRun:
         self._prompt_tokens += context.prompt_tokens or 0
         self._completion_tokens += context.completion_tokens
         if not answer.json:
-            told = f"{request.url} did not answer with JSON; ask for no binary data and no files"
-            return LineProblem(request.custom_id, "invalid_answer", told)
+            message = f"{request.url} did not answer with JSON; ask for no binary data and no files"
+            return LineProblem(request.custom_id, "invalid_answer", message)
         record = answer_line(id, request.custom_id, context.status, context.id, answer.body)
         self._output.append(number, record, ok=context.status == 200)
         return None
@@ -246,9 +246,9 @@ class BatchRun:
             self._asking -= 1
         refused = answer.context.status >= 500 or answer.retry_seconds is not None
         if refused and not self._served.ready:
-            told = " ".join(answer.body.decode(errors="replace").split())[:300]
+            message = " ".join(answer.body.decode(errors="replace").split())[:300]
             raise RunError(
-                f"{self._served.name} stopped before line {number} was answered ({told}); {self._output.answered:,} of {self._output.source.count:,} lines are: run the same command again to continue"
+                f"{self._served.name} stopped before line {number} was answered ({message}); {self._output.answered:,} of {self._output.source.count:,} lines are: run the same command again to continue"
             )
         return answer
 
@@ -263,7 +263,7 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
             groups += error.exceptions
         else:
             leaves.append(error)
-    return next((one for one in leaves if isinstance(one, SystolicError)), leaves[0])
+    return next((leaf for leaf in leaves if isinstance(leaf, SystolicError)), leaves[0])
 
 
 class WarningLog(EventLog):

@@ -13,11 +13,11 @@ Needs = Mapping[int, float]
 
 def in_units(needed: Needs, unit: int) -> Needs:
     """Sizes rounded up to multiples of ``unit``."""
-    found: dict[int, float] = {}
+    sizes: dict[int, float] = {}
     for size, often in needed.items():
         place = -(-size // unit) * unit
-        found[place] = found.get(place, 0.0) + often
-    return found
+        sizes[place] = sizes.get(place, 0.0) + often
+    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TextTraffic:
 
     def lengths(self, context: int) -> dict[int, float]:
         """Tokens that decode rows have behind them: each answer passes every length from its prompt on."""
-        found: dict[int, float] = {}
+        lengths: dict[int, float] = {}
         lasting, answers = _fewer(self.answers), sum(self.answers.values())
         for prompt, often in _fewer(self.prompts).items():
             for answer, also in lasting.items():
@@ -59,8 +59,8 @@ class TextTraffic:
                 for step in range(steps):
                     length = min(prompt + 1 + answer * step // steps, context)
                     share = often * also / answers * answer / steps
-                    found[length] = found.get(length, 0.0) + share
-        return found
+                    lengths[length] = lengths.get(length, 0.0) + share
+        return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,23 +141,25 @@ class Buckets:
 
     def lines(self) -> list[str]:
         """The sizes and their expected padding, one line each."""
-        made = "of the traffic given" if self.measured else "assumed: no traffic was given"
+        origin = "of the traffic given" if self.measured else "assumed: no traffic was given"
         parts = (("decode rows", self.rows), ("prompt tokens", self.lengths), ("pages", self.pages))
-        found = [f"{len(self.shapes)} programs of steps; expected padding, {made}:"]
+        lines = [f"{len(self.shapes)} programs of steps; expected padding, {origin}:"]
         for name, sizes in parts:
             listed = ", ".join(map(str, sizes))
-            found.append(f"  {name} {listed}: {self.padding[name]:.1%}")
-        return found
+            lines.append(f"  {name} {listed}: {self.padding[name]:.1%}")
+        return lines
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
         """Shapes of all programs, largest first: the first one needs the most memory."""
-        found = [StepShape(rows, 0, 0, pages) for rows in self.rows for pages in self.pages]
-        found += [StepShape(0, 1, length, pages) for length in self.lengths for pages in self.pages]
+        shapes = [StepShape(rows, 0, 0, pages) for rows in self.rows for pages in self.pages]
+        shapes += [
+            StepShape(0, 1, length, pages) for length in self.lengths for pages in self.pages
+        ]
         if self.mixed:
             rows, pages = self.rows[-1], self.pages[-1]
-            found += [StepShape(rows, 1, length, pages) for length in self.lengths]
-        return tuple(sorted(found, key=lambda s: (s.tokens * s.pages, s), reverse=True))
+            shapes += [StepShape(rows, 1, length, pages) for length in self.lengths]
+        return tuple(sorted(shapes, key=lambda s: (s.tokens * s.pages, s), reverse=True))
 
     def shape(self, rows: int, length: int, pages: int) -> StepShape | None:
         """The smallest program for so many decode rows beside a part of a prompt; None where no program does both."""
@@ -177,10 +179,10 @@ def _running(traffic: TextTraffic, rows: int) -> Needs:
     """Texts of a decode step and how often, up to so many."""
     if not traffic.running:
         return {count: 1.0 / count for count in range(1, rows + 1)}
-    found = {rows: 0.0}
+    counts = {rows: 0.0}
     for count, often in traffic.running.items():
-        found[min(count, rows)] = found.get(min(count, rows), 0.0) + often
-    return found
+        counts[min(count, rows)] = counts.get(min(count, rows), 0.0) + often
+    return counts
 
 
 POINTS = 64
@@ -191,13 +193,13 @@ def _fewer(needed: Needs) -> Needs:
     """At most POINTS sizes, each the largest of a group that comes as often as the other groups."""
     if len(needed) <= POINTS:
         return needed
-    found: dict[int, float] = {}
+    groups: dict[int, float] = {}
     total, before, group, largest = sum(needed.values()), 0.0, 0.0, max(needed)
     for size, often in sorted(needed.items()):
         before, group = before + often, group + often
-        if before * POINTS >= total * (len(found) + 1) or size == largest:
-            found[size], group = group, 0.0
-    return found
+        if before * POINTS >= total * (len(groups) + 1) or size == largest:
+            groups[size], group = group, 0.0
+    return groups
 
 
 def _joint(traffic: TextTraffic, parts: Needs, row_share: float, part_share: float) -> float:
@@ -206,6 +208,6 @@ def _joint(traffic: TextTraffic, parts: Needs, row_share: float, part_share: flo
     texts = sum((traffic.reads or traffic.prompts).values())
     answers = sum(traffic.answers.values())
     longer = sum((size - 1) * often for size, often in traffic.answers.items())
-    made = longer * texts / answers if answers else 0.0
-    held = read / (1 - part_share) + made / (1 - row_share)
-    return 1 - (read + made) / held if held else 0.0
+    written = longer * texts / answers if answers else 0.0
+    held = read / (1 - part_share) + written / (1 - row_share)
+    return 1 - (read + written) / held if held else 0.0

@@ -29,14 +29,14 @@ def serving_weights(
     """
     like: dict[str, Any] = {path: _abstract(array) for path, array in arrays.items()}
     places, structure = jax.tree.flatten(paged.shardings)
-    found: list[Any] = [None] * len(places)
+    weights: list[Any] = [None] * len(places)
     for inputs, outputs in parts_of(paged, like, store):
 
-        def convert(given: Mapping[str, Any], own: list[int] = outputs) -> list[Any]:
-            made = jax.tree.leaves(_converted(paged, like, given))
-            return [made[index] for index in own]
+        def convert(part: Mapping[str, Any], own: list[int] = outputs) -> list[Any]:
+            leaves = jax.tree.leaves(_converted(paged, like, part))
+            return [leaves[index] for index in own]
 
-        given = {path: arrays.pop(path) for path in inputs}
+        part = {path: arrays.pop(path) for path in inputs}
         jitted = jax.jit(convert, out_shardings=[places[index] for index in outputs])
         spec = ProgramSpec(
             name=f"weights of {', '.join(inputs)}",
@@ -44,11 +44,11 @@ def serving_weights(
             arguments=({path: like[path] for path in inputs},),
             outputs=[0] * len(outputs),
         )
-        made = made_ready(store, spec, lambda of=jitted, on=spec.arguments: of.lower(*on))
-        for index, array in zip(outputs, made.compiled(given), strict=True):
-            found[index] = array.block_until_ready()
-        del given
-    return jax.tree.unflatten(structure, found)
+        program = made_ready(store, spec, lambda of=jitted, on=spec.arguments: of.lower(*on))
+        for index, array in zip(outputs, program.compiled(part), strict=True):
+            weights[index] = array.block_until_ready()
+        del part
+    return jax.tree.unflatten(structure, weights)
 
 
 def parts_of(
@@ -64,7 +64,9 @@ def parts_of(
 def _traced(paged: PagedSteps, like: Mapping[str, Any]) -> list[Part]:
     names = sorted(like)
     closed = jax.make_jaxpr(
-        lambda given: jax.tree.leaves(_converted(paged, like, dict(zip(names, given, strict=True))))
+        lambda leaves: jax.tree.leaves(
+            _converted(paged, like, dict(zip(names, leaves, strict=True)))
+        )
     )([like[name] for name in names])
     needs: dict[Any, frozenset[str]] = {
         variable: frozenset([name])
@@ -72,9 +74,9 @@ def _traced(paged: PagedSteps, like: Mapping[str, Any]) -> list[Part]:
     }
     for equation in closed.jaxpr.eqns:
         known = [
-            needs.get(one, frozenset())
-            for one in equation.invars
-            if not isinstance(one, jax.extend.core.Literal)
+            needs.get(operand, frozenset())
+            for operand in equation.invars
+            if not isinstance(operand, jax.extend.core.Literal)
         ]
         needs.update(dict.fromkeys(equation.outvars, frozenset().union(*known)))
     parts: list[tuple[set[str], list[int]]] = []
@@ -82,16 +84,16 @@ def _traced(paged: PagedSteps, like: Mapping[str, Any]) -> list[Part]:
         own = set() if isinstance(variable, jax.extend.core.Literal) else set(needs[variable])
         shared = [part for part in parts if part[0] & own]
         parts = [part for part in parts if part not in shared]
-        merged = sorted([index, *(one for part in shared for one in part[1])])
+        merged = sorted([index, *(output for part in shared for output in part[1])])
         parts.append((own.union(*(part[0] for part in shared)), merged))
     return [(sorted(inputs), outputs) for inputs, outputs in parts]
 
 
-def _converted(paged: PagedSteps, like: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def _converted(paged: PagedSteps, like: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
     """All weights of serving, of which those of arrays that are not given are not used."""
     whole = {
-        path: given[path] if path in given else jax.numpy.zeros(one.shape, one.dtype)
-        for path, one in like.items()
+        path: part[path] if path in part else jax.numpy.zeros(array.shape, array.dtype)
+        for path, array in like.items()
     }
     network = paged.steps.network
     params = {path: array for path, array in whole.items() if path in network.params}
@@ -108,8 +110,8 @@ def with_floats(
         codes, scales, inputs = (
             state.pop(f"{path}/{name}", None) for name in (CODES, SCALES, INPUTS)
         )
-        made: Any = Quantized(codes=codes, scales=scales, inputs=inputs)
-        params[path] = restore(made, dtype=dtype)
+        quantized: Any = Quantized(codes=codes, scales=scales, inputs=inputs)
+        params[path] = restore(quantized, dtype=dtype)
     return params, state
 
 

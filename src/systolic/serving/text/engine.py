@@ -11,12 +11,11 @@ from systolic.core.errors import RunError
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.compiles import COUNT, count_compiles
 from systolic.serving.errors import RefusedError
-from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
 from systolic.serving.text.memory import memory_of
 from systolic.serving.text.request import Finish, Stream, TextRequest
 from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepWork
-from systolic.serving.text.sequence import Sequence, reason
+from systolic.serving.text.sequence import EngineLoad, EngineWatcher, Sequence, StepFacts, reason
 
 if TYPE_CHECKING:
     from systolic.data.text.tokenizer import Tokenizer

@@ -37,8 +37,8 @@ def capacity_bytes(devices: Sequence[Any]) -> int:
 def held_bytes(arrays: Any) -> int:
     """Bytes of abstract arrays on one device."""
     return sum(
-        stored_bytes(one.sharding.shard_shape(one.shape), one.dtype)
-        for one in jax.tree.leaves(arrays)
+        stored_bytes(array.sharding.shard_shape(array.shape), array.dtype)
+        for array in jax.tree.leaves(arrays)
     )
 
 

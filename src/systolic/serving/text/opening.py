@@ -16,10 +16,10 @@ from systolic.serving.compiles import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
-from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.memory import memory_of, pages_that_fit
 from systolic.serving.text.runner import Programs, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
+from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import LEAST_ROWS
@@ -214,7 +214,7 @@ class EnginePlan:
         """
         first = first or self.programs()
         if opening is not None:
-            first.told = opening.compiled
+            first.on_compiled = opening.compiled
             opening.sized(self.buckets, first.count, self.paged.kernel)
         pages = pages_that_fit(first, self.wanted, self.longest + 1)
         if pages < self.wanted and self.sizes.pages:
@@ -236,17 +236,19 @@ class EnginePlan:
         assert self.store is not None
         first = programs = self.programs()
         # Only those that can be read: reading any other one warns of a compile, and there is none.
-        there = [(one, self.store.check(one.spec).hit) for one in first.largest]
-        largest = [(one, self.store.read(one.spec) if hit else None) for one, hit in there]
-        for one, made in largest:
-            if made is not None:
-                one.where[one.key] = made.compiled
-        if all(made is not None for _, made in largest):
+        there = [(program, self.store.check(program.spec).hit) for program in first.largest]
+        largest = [
+            (program, self.store.read(program.spec) if hit else None) for program, hit in there
+        ]
+        for program, stored in largest:
+            if stored is not None:
+                program.where[program.key] = stored.compiled
+        if all(stored is not None for _, stored in largest):
             programs = self.fitted(first=first)
-        wanted = [one.spec for one in programs.all]
+        wanted = [program.spec for program in programs.all]
         if programs is not first:
-            wanted = [*(one.spec for one, _ in largest), *wanted]
-        return [self.store.check(one) for one in wanted]
+            wanted = [*(program.spec for program, _ in largest), *wanted]
+        return [self.store.check(spec) for spec in wanted]
 
 
 def plan_engine(
@@ -298,11 +300,11 @@ def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:
     """
     model: Any = steps.job.model
     most = model.learned_positions
-    found = sizes.context or min(data.context, most or data.context, CONTEXT)
+    context = sizes.context or min(data.context, most or data.context, CONTEXT)
     if sizes.context:
-        check_length(model, longest_text(steps.job), found, "--context is", "--context")
-    if found < LEAST_TEXT:
+        check_length(model, longest_text(steps.job), context, "--context is", "--context")
+    if context < LEAST_TEXT:
         raise OptionError(
-            f"the context of {steps.job.name} is {found}, which leaves no token for an answer; give --context {LEAST_TEXT} or more"
+            f"the context of {steps.job.name} is {context}, which leaves no token for an answer; give --context {LEAST_TEXT} or more"
         )
-    return found
+    return context

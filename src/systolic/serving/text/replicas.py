@@ -100,11 +100,11 @@ class Replicas:
         end = time.monotonic() + seconds
         ended = [False] * len(self.engines)
 
-        def one(number: int) -> None:
+        def drain_engine(number: int) -> None:
             ended[number] = self.engines[number].drain(max(end - time.monotonic(), 0.0))
 
         # All of them at once: each refuses new requests from the beginning.
-        threads = [threading.Thread(target=one, args=(n,)) for n in range(len(ended))]
+        threads = [threading.Thread(target=drain_engine, args=(n,)) for n in range(len(ended))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -147,9 +147,9 @@ class Replicas:
 class ReplicaPlacement:
     """Shares out devices for the first engine of a model, and gives the others theirs."""
 
-    asked: ServingLayout
+    layout: ServingLayout
     sizes: EngineSizes
-    told: Callable[[DeviceShares], None] = lambda _: None
+    report: Callable[[DeviceShares], None] = lambda _: None
     """Called with what was chosen."""
     shares: DeviceShares | None = None
     """None until an engine was placed."""
@@ -177,18 +177,18 @@ class ReplicaPlacement:
             return None
         if self.shares is None:
             self.shares = share(
-                self.asked,
+                self.layout,
                 len(devices),
                 model,
                 lambda tensor: self._need(job, platform, devices, tensor),
             )
-            self.told(self.shares)
+            self.report(self.shares)
         each = self.shares.each
         return self.shares.layout, devices[number * each : (number + 1) * each]
 
     def _need(self, job: Job, platform: str, devices: Sequence[Any], tensor: int) -> EngineNeed:
         shares = DeviceShares(
-            devices=len(devices), engines=1, tensor=tensor, expert=self.asked.expert, reason=""
+            devices=len(devices), engines=1, tensor=tensor, expert=self.layout.expert, reason=""
         )
         placed = replace(job, layout=shares.layout, batch=Batch(total=shares.each))
         target = MeshTarget.of(placed, platform, devices[: shares.each])

@@ -72,7 +72,7 @@ class Programs:
     """By texts of a step: (logits, latest, packed draw) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, packed draw, cuts) -> (chosen, latest)."""
-    told: Callable[[CompileFacts], None] = lambda _: None
+    on_compiled: Callable[[CompileFacts], None] = lambda _: None
     """Called after each program, from the thread that made it ready."""
     store: ProgramStore | None = None
     """Store of programs; None compiles all."""
@@ -103,10 +103,10 @@ class Programs:
     @property
     def all(self) -> list[TextProgram]:
         """All programs, ready or not."""
-        found = [self._read(step) for step in self.shapes]
+        programs = [self._read(step) for step in self.shapes]
         for count in self.texts:
-            found += [self._choose(count), self._choose_by_all(count)]
-        return [*found, self._score(self.scored)]
+            programs += [self._choose(count), self._choose_by_all(count)]
+        return [*programs, self._score(self.scored)]
 
     @property
     def largest(self) -> list[TextProgram]:
@@ -141,15 +141,15 @@ class Programs:
     def _make(self, program: TextProgram) -> None:
         if program.key in program.where:
             return
-        made = made_ready(self.store, program.spec, program.lower)
-        program.where[program.key] = made.compiled
+        ready = made_ready(self.store, program.spec, program.lower)
+        program.where[program.key] = ready.compiled
         places = (self.read, self.score, self.choose, self.choose_by_all)
-        self.told(
+        self.on_compiled(
             CompileFacts(
                 bucket=program.spec.name,
-                seconds=made.total_seconds,
-                cached=made.cached,
-                phases=made.seconds,
+                seconds=ready.total_seconds,
+                cached=ready.cached,
+                phases=ready.seconds,
                 done=sum(map(len, places)),
                 programs=self.count,
             )
@@ -166,15 +166,17 @@ class Programs:
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
-        made = [*self.read.values(), *self.score.values(), *self.choose_by_all.values()]
-        found = [one.memory_analysis() for one in made]
+        compiled = [*self.read.values(), *self.score.values(), *self.choose_by_all.values()]
+        analyses = [program.memory_analysis() for program in compiled]
         # A TPU's temporaries are no peak, and a CPU's peak has no temporaries.
         own = [
             max(
-                one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes,
-                one.peak_memory_in_bytes - one.argument_size_in_bytes,
+                memory.temp_size_in_bytes
+                + memory.output_size_in_bytes
+                - memory.alias_size_in_bytes,
+                memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
             )
-            for one in found
+            for memory in analyses
         ]
         texts = max(shape.texts for shape in self.shapes)
         return int(max(own)) + texts * self.paged.vocab * 4
@@ -184,8 +186,8 @@ class Programs:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
         sizes = StepInput.sizes(shape, self.paged.history)
-        asked = ints(sum(math.prod(size) for size in sizes))
-        return self._weights, self._pages, ints(self.slots + 1), asked
+        packed = ints(sum(math.prod(size) for size in sizes))
+        return self._weights, self._pages, ints(self.slots + 1), packed
 
     @property
     def everywhere(self) -> Any:
@@ -205,20 +207,22 @@ class Programs:
 
     def _read(self, shape: StepShape) -> TextProgram:
         arguments = self._arguments(shape)
-        made = arguments, lambda: jit_paged(self.paged, shape).lower(*arguments)
-        return self._program(str(shape), self.read, shape, made, (0, self._pages))
+        lowering = arguments, lambda: jit_paged(self.paged, shape).lower(*arguments)
+        return self._program(str(shape), self.read, shape, lowering, (0, self._pages))
 
     def _score(self, shape: StepShape) -> TextProgram:
         chunk = (shape.chunks, shape.length)
 
         def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
-            asked = StepInput.unpacked(packed, shape, self.paged.history)
-            return self.paged.score(weights, pages, latest, asked, chunk, following)
+            inputs = StepInput.unpacked(packed, shape, self.paged.history)
+            return self.paged.score(weights, pages, latest, inputs, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
         arguments = (*self._arguments(shape), following)
-        made = self._lower(score, arguments, (self._logits(shape.texts), None, self._pages))
-        return self._program(f"score {shape}", self.score, shape, made, (0, CHOSEN, self._pages))
+        lowering = self._lower(score, arguments, (self._logits(shape.texts), None, self._pages))
+        return self._program(
+            f"score {shape}", self.score, shape, lowering, (0, CHOSEN, self._pages)
+        )
 
     def _choose(self, texts: int) -> TextProgram:
         target = self.paged.steps.target
@@ -226,8 +230,8 @@ class Programs:
         def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
             return choose(for_choice(target, logits), latest, Draw.unpacked(packed))
 
-        made = self._lower(by_temperature, self._choice(texts), (None, None))
-        return self._program(f"choice of {texts}", self.choose, texts, made, (CHOSEN, 0))
+        lowering = self._lower(by_temperature, self._choice(texts), (None, None))
+        return self._program(f"choice of {texts}", self.choose, texts, lowering, (CHOSEN, 0))
 
     def _choose_by_all(self, texts: int) -> TextProgram:
         def some(dtype: Any, *inner: int) -> Any:
@@ -248,9 +252,9 @@ class Programs:
             logits = for_choice(target, logits, always=True)
             return choose_by_all(logits, latest, Draw.unpacked(packed), cuts)
 
-        made = self._lower(by_all, (*self._choice(texts), cuts), (None, None))
+        lowering = self._lower(by_all, (*self._choice(texts), cuts), (None, None))
         name = f"choice of {texts} by all settings"
-        return self._program(name, self.choose_by_all, texts, made, (CHOSEN, 0))
+        return self._program(name, self.choose_by_all, texts, lowering, (CHOSEN, 0))
 
     def _choice(self, texts: int) -> tuple[Any, ...]:
         def some(dtype: Any, *size: int) -> Any:
@@ -264,26 +268,26 @@ class Programs:
         name: str,
         where: dict[Any, Any],
         key: Any,
-        made: tuple[tuple[Any, ...], Callable[[], Any]],
+        lowering: tuple[tuple[Any, ...], Callable[[], Any]],
         outputs: tuple[Any, ...],
     ) -> TextProgram:
         sizes = {"page_size": self.paged.page_size}
-        spec = ProgramSpec(name=name, sizes=sizes, arguments=made[0], outputs=outputs)
-        return TextProgram(where=where, key=key, spec=spec, lower=made[1])
+        spec = ProgramSpec(name=name, sizes=sizes, arguments=lowering[0], outputs=outputs)
+        return TextProgram(where=where, key=key, spec=spec, lower=lowering[1])
 
     def _lower(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], made: tuple[Any, ...]
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], results: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Callable[[], Any]]:
         """Arguments of a program that replaces its second one, and what traces it.
 
         Args:
             function: The program.
             arguments: Abstract, with their shardings.
-            made: Its results likewise; None for one that all devices hold whole.
+            results: Its results likewise; None for one that all devices hold whole.
         """
         places = tuple(
-            self.everywhere if one is None else jax.tree.map(lambda a: a.sharding, one)
-            for one in made
+            self.everywhere if array is None else jax.tree.map(lambda a: a.sharding, array)
+            for array in results
         )
         jitted = jax.jit(
             function,

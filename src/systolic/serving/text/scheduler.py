@@ -71,7 +71,7 @@ class PagePool:
 
         At least one token is left, whose logits somebody has to compute.
         """
-        found: list[int] = []
+        pages: list[int] = []
         key = START
         size = self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
@@ -79,12 +79,12 @@ class PagePool:
             page = self._by_key.get(following)
             if page is None:
                 break
-            found.append(page)
+            pages.append(page)
             key = following
-        for page in found:
+        for page in pages:
             self._kept.pop(page, None)
             self._holders[page] = self._holders.get(page, 0) + 1
-        return found, key
+        return pages, key
 
     def take(self, count: int) -> list[int] | None:
         """So many empty pages, or None where there are fewer; then none is taken."""

@@ -1,11 +1,14 @@
-"""A request in an engine: its tokens, its pages, its text so far, and when it ends."""
+"""A request in an engine: its tokens, its pages, its text so far, and when it ends.
+
+Events of an engine, of which metrics, traces and logs are made.
+"""
 
 import math
 import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from systolic.core.errors import RunError
 from systolic.data.text.stops import Finish, Stops
@@ -13,6 +16,7 @@ from systolic.serving.text.request import Logprob, Stream, TextOutput, TextReque
 
 if TYPE_CHECKING:
     from systolic.data.text.tokenizer import TextStream, Tokenizer
+
 
 PENDING = -1
 """A token that a step in flight chooses."""
@@ -227,3 +231,51 @@ class Sequence:
             output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         self.stream.put(output)
         return output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFacts:
+    """One step of the engine."""
+
+    decode_rows: int
+    """Texts that read one token."""
+    prefill_tokens: int
+    """Prompt tokens that were read."""
+    bucket: str
+    """The program that ran, such as ``decode 16 rows x 64 pages``."""
+    padded_tokens: int
+    """Positions of the program that held no token."""
+    pages_in_use: int
+    pages_total: int
+    running: int
+    waiting: int
+    preempted: int
+    """Texts that lost their pages to this step."""
+    host_seconds: float
+    """Scheduling, arguments of programs, detokenising and handing out: the loop's time without waiting for the device, which runs meanwhile."""
+    seconds: float
+    """Wall time from step to step."""
+    compiled: bool = False
+    """Whether the program had to be compiled, which never happens after the engine is ready."""
+
+
+class EngineLoad(NamedTuple):
+    """Texts and pages that an engine holds."""
+
+    running: int
+    """Texts in the step."""
+    waiting: int
+    pages_in_use: int
+    pages_total: int
+
+
+class EngineWatcher(Protocol):
+    """Whoever is told; its methods return at once, and are called from the engine's thread."""
+
+    def stepped(self, facts: StepFacts) -> None:
+        """After each step."""
+        ...
+
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
+        """After each request, with its last output and the load without it."""
+        ...

@@ -105,10 +105,10 @@ class ServedTexts(TimedCall):
 
     def _sequences(self) -> list[Sequence]:
         """New texts."""
-        given, plan = self._given, self._plan
-        size = given.rows, given.prompt_tokens
+        sizes, plan = self._given, self._plan
+        size = sizes.rows, sizes.prompt_tokens
         prompts = self._drawn.integers(0, self._runner.vocab, size)
-        tokenizer, most = plan.data.get_tokenizer(), self._longest - given.prompt_tokens
+        tokenizer, most = plan.data.get_tokenizer(), self._longest - sizes.prompt_tokens
         return [
             Sequence(
                 number=number,

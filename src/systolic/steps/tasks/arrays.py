@@ -22,17 +22,21 @@ class ArrayOutputs(Task):
         import jax.numpy as jnp
 
         parts = [
-            jnp.square(one.astype(jnp.float32)).reshape(one.shape[0], -1).mean(axis=-1)
-            for one in self.outputs(model, batch).values()
-            if jnp.issubdtype(one.dtype, jnp.floating)
+            jnp.square(output.astype(jnp.float32)).reshape(output.shape[0], -1).mean(axis=-1)
+            for output in self.outputs(model, batch).values()
+            if jnp.issubdtype(output.dtype, jnp.floating)
         ]
         return {"loss": sum(parts)}
 
     def outputs(self, model: Any, batch: Mapping[str, "jax.Array"]) -> Mapping[str, "jax.Array"]:
         """Every output of the model that has one entry an example."""
         size = batch[MASK].shape[0]
-        made = model(**{name: one for name, one in batch.items() if name != MASK})
-        return {name: one for name, one in made.items() if one.ndim and one.shape[0] == size}
+        outputs = model(**{name: array for name, array in batch.items() if name != MASK})
+        return {
+            name: output
+            for name, output in outputs.items()
+            if output.ndim and output.shape[0] == size
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +100,13 @@ class ArrayRegression(Task):
         """
         import jax.numpy as jnp
 
-        made = _output(model, batch, self.output, self.target).astype(jnp.float32)
+        predicted = _output(model, batch, self.output, self.target).astype(jnp.float32)
         wanted = batch[self.target]
-        if made.size != wanted.size:
+        if predicted.size != wanted.size:
             raise OptionError(
-                f"output {self.output} is {list(made.shape)} and {self.target} is {list(wanted.shape)}; give one target for each number"
+                f"output {self.output} is {list(predicted.shape)} and {self.target} is {list(wanted.shape)}; give one target for each number"
             )
-        apart = jnp.square(made - wanted.reshape(made.shape).astype(jnp.float32))
+        apart = jnp.square(predicted - wanted.reshape(predicted.shape).astype(jnp.float32))
         return {"loss": apart.reshape(apart.shape[0], -1).mean(axis=-1)}
 
     def outputs(self, model: Any, batch: Mapping[str, "jax.Array"]) -> Mapping[str, "jax.Array"]:
@@ -115,9 +119,9 @@ def _output(model: Any, batch: Mapping[str, "jax.Array"], output: str, answer: s
         raise OptionError(
             f"the batch has no array {answer!r}{nearest(answer, batch)}; it has {', '.join(sorted(set(batch) - {MASK}))}"
         )
-    made = model(**{name: one for name, one in batch.items() if name not in (MASK, answer)})
-    if output not in made:
+    outputs = model(**{name: array for name, array in batch.items() if name not in (MASK, answer)})
+    if output not in outputs:
         raise OptionError(
-            f"the model has no output {output!r}{nearest(output, made)}; it has {', '.join(sorted(made))}"
+            f"the model has no output {output!r}{nearest(output, outputs)}; it has {', '.join(sorted(outputs))}"
         )
-    return made[output]
+    return outputs[output]

@@ -221,11 +221,11 @@ class Screen:
     def _note_train(self, record: dict[str, Any]) -> None:
         self._latest = record
         self._latest_at = self._clock()
-        found = figures.throughput(record)
+        throughput = figures.throughput(record)
         values = {
             "loss": math.nan if plain.is_bad(record) else record["loss"],
             "learning_rate": figures.number(record.get("learning_rate")),
-            "throughput": None if found is None else found[0],
+            "throughput": None if throughput is None else throughput[0],
             "grad_norm": figures.number(record.get("grad_norm")),
         }
         for name, value in values.items():

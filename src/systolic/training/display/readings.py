@@ -90,19 +90,19 @@ def speed(run: RunRecord) -> list[tuple[str, str]]:
     """Throughput and MFU as (name, text): of the session, or of the last record; unknown ones are left out."""
     latest: Mapping[str, Any] = run.train[-1] if run.train else {}
     record = latest if run.summary is None else run.summary
-    found = [
+    figures_by_name = [
         ("throughput", figures.throughput_text(record)),
         ("MFU", figures.percent(record.get("mfu"))),
         ("forecast", _forecast(record)),
     ]
-    return [(name, text) for name, text in found if text != figures.MISSING]
+    return [(name, text) for name, text in figures_by_name if text != figures.MISSING]
 
 
 def _forecast(record: Mapping[str, Any]) -> str:
     """Forecast and measured step time, of a summary or a train record."""
-    told = record.get("forecast") or {}
-    measured = told.get("measured_step_seconds", record.get("step_seconds"))
-    forecast = told.get("step_seconds", record.get("forecast_step_seconds"))
+    comparison = record.get("forecast") or {}
+    measured = comparison.get("measured_step_seconds", record.get("step_seconds"))
+    forecast = comparison.get("step_seconds", record.get("forecast_step_seconds"))
     if forecast is None:
         return figures.MISSING
     text = f"{figures.seconds(forecast)} a step"
@@ -116,13 +116,13 @@ def metrics(run: RunRecord) -> dict[str, str]:
 
     Of a language model that is bits per byte, or perplexity, which follows from the loss.
     """
-    found = dict(run.final_metrics)
+    final = dict(run.final_metrics)
     if run.reads_text:
         for split in ("test", "validation"):
-            if (value := perplexity(found, split)) is not None:
-                found = {f"{split}_perplexity": value, **found}
-    first = sorted(found, key=_rank)
-    return {figures.label(name): figures.metric(name, found[name]) for name in first}
+            if (value := perplexity(final, split)) is not None:
+                final = {f"{split}_perplexity": value, **final}
+    first = sorted(final, key=_rank)
+    return {figures.label(name): figures.metric(name, final[name]) for name in first}
 
 
 def perplexity(metrics: Mapping[str, Any], split: str) -> float | None:

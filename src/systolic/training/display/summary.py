@@ -74,7 +74,7 @@ def rows(run: RunRecord) -> list[tuple[str, str]]:
         ("skipped_files", "skipped file"),
         ("recompiles", "recompile"),
     ]
-    found = [
+    texts = [
         ("steps", _progress(run)),
         ("loss", "" if loss is None else figures.figure(loss)),
         ("metrics", ", ".join(f"{name} {text}" for name, text in readings.metrics(run).items())),
@@ -83,7 +83,7 @@ def rows(run: RunRecord) -> list[tuple[str, str]]:
         ("time", ", ".join(f"{s.name} {s.share_text}" for s in readings.shares(run))),
         ("trouble", ", ".join(figures.plural(summary[k], w) for k, w in trouble if summary.get(k))),
     ]
-    return [(name, text) for name, text in found if text and text != figures.MISSING]
+    return [(name, text) for name, text in texts if text and text != figures.MISSING]
 
 
 def _progress(run: RunRecord) -> str:
@@ -97,13 +97,13 @@ def pointers(run: RunRecord) -> list[tuple[str, str]]:
     """Paths of the results, and the next command."""
     summary = run.summary or {}
     page, checkpoint = run.path / NAME, summary.get("checkpoint")
-    found = [
+    targets = [
         ("run", shown(run.path)),
         ("checkpoint", checkpoint and shown(Path(checkpoint))),
         ("report", shown(page) if page.is_file() else None),
         ("next", summary.get("next") or f"systolic train --resume {shlex.quote(str(run.path))}"),
     ]
-    return [(name, terminal.printable(str(text))) for name, text in found if text]
+    return [(name, terminal.printable(str(text))) for name, text in targets if text]
 
 
 def shown(path: Path) -> str:

@@ -46,12 +46,12 @@ def judge(run: RunRecord) -> Verdict:
         )
     rule = (run.job.get("job") or {}).get("evaluation") or {}
     return _judge_metrics(
-        run.final_metrics, run.final_loss, text=run.reads_text, asked=rule.get("metric") or "loss"
+        run.final_metrics, run.final_loss, text=run.reads_text, ranking=rule.get("metric") or "loss"
     )
 
 
 def _judge_metrics(
-    metrics: Mapping[str, Any], loss: float | None, *, text: bool, asked: str
+    metrics: Mapping[str, Any], loss: float | None, *, text: bool, ranking: str
 ) -> Verdict:
     own = figures.number(metrics.get("validation_bits_per_byte"))
     gzip = figures.number(metrics.get("gzip_bits_per_byte"))
@@ -66,7 +66,7 @@ def _judge_metrics(
         sentence = f"{where}: {-gain * 100:.0f} % more. Train longer or take a larger model."
         return Verdict(word="behind gzip", sentence=sentence, tone=Tone.bad)
     # The metric that ranks the run's checkpoints, where it is not the loss, is the one that is wanted.
-    chosen = () if asked == "loss" else (f"test_{asked}", f"validation_{asked}")
+    chosen = () if ranking == "loss" else (f"test_{ranking}", f"validation_{ranking}")
     if text and not any(name in metrics for name in chosen) and (sentence := _of_text(metrics)):
         return Verdict(word="trained", sentence=sentence, tone=Tone.good)
     usual = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
@@ -101,23 +101,23 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
     """Next commands: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
-    found = [(SAME, shlex.join(argv))] if argv else []
+    pairs = [(SAME, shlex.join(argv))] if argv else []
     copy = run.path / RECIPE
     if argv and copy.is_file():
         _, _, function = argv[2].rpartition(":")
         kept = ["systolic", "train", f"{copy}:{function}", *argv[3:]]
-        found.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
+        pairs.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
     if run.state is State.failed:
         batch = shlex.quote(str(run.path / "bad" / f"step-{run.last['step']}.npz"))
-        found.append(("replay the bad step", f"systolic train --replay {batch}"))
+        pairs.append(("replay the bad step", f"systolic train --replay {batch}"))
     if run.state is not State.finished:
-        found.append(("continue from the last checkpoint", f"systolic train --resume {where}"))
+        pairs.append(("continue from the last checkpoint", f"systolic train --resume {where}"))
     if run.summary is not None and run.summary["checkpoint"]:
-        found.append(("evaluate it", f"systolic eval {where}"))
+        pairs.append(("evaluate it", f"systolic eval {where}"))
     following = (run.summary or {}).get("next")
-    if following and following not in [command for _, command in found]:
-        found.append(("next", following))
-    return found
+    if following and following not in [command for _, command in pairs]:
+        pairs.append(("next", following))
+    return pairs
 
 
 def _started(run: RunRecord) -> list[str]:

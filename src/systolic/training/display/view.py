@@ -92,14 +92,14 @@ def show_replay(replay: "ReplayedStep", *, json: bool = False) -> int:
         json: Print one JSON object.
     """
     if json:
-        print_json(replay.found)
+        print_json(replay.report)
         return 0
-    print(f"{replay.path} with the weights of step {replay.found['weights']}")
-    for name, value in replay.found["metrics"].items():
+    print(f"{replay.path} with the weights of step {replay.report['weights']}")
+    for name, value in replay.report["metrics"].items():
         print(f"  {name:<14} {value:.6g}")
-    for name, text in replay.found["arrays"].items():
+    for name, text in replay.report["arrays"].items():
         print(f"  batch {name:<8} {text}")
-    for name in replay.found["not_finite"]:
+    for name in replay.report["not_finite"]:
         print(f"  not finite: {name}")
     return 0
 

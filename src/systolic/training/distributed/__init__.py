@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from systolic.core.errors import DataError, RunError
-from systolic.data.skipped_files import Skipped
+from systolic.data.input_files import Skipped
 from systolic.runs.reading import Peers
 from systolic.training.distributed import detect, rendezvous
 
@@ -32,8 +32,8 @@ def describe(coordinator: str | None, processes: int | None, process: int | None
     Raises:
         OptionError: they contradict each other; the environment stays as it is.
     """
-    given = {detect.ADDRESS: coordinator, detect.COUNT: processes, detect.INDEX: process}
-    changed = {name: str(value) for name, value in given.items() if value is not None}
+    settings = {detect.ADDRESS: coordinator, detect.COUNT: processes, detect.INDEX: process}
+    changed = {name: str(value) for name, value in settings.items() if value is not None}
     if changed:
         detect.find({**os.environ, **changed})
     os.environ |= changed

@@ -49,8 +49,8 @@ def require_same_job(setup: "Setup") -> None:
 
 
 def _settings(setup: "Setup") -> dict[str, Any]:
-    found: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
-    found["flags"] = " ".join(setup.flags)
+    settings: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
+    settings["flags"] = " ".join(setup.flags)
     plain = setup.job.to_json()
     # Data may be at different paths in each process; its contents are compared instead.
     data = msgspec.to_builtins(setup.job.data, enc_hook=_kind, order="deterministic")
@@ -62,12 +62,12 @@ def _settings(setup: "Setup") -> dict[str, Any]:
             todo += [(f"{name}.{key}".lstrip("."), part) for key, part in value.items()]
         elif name.startswith("data.") and isinstance(value, list):
             todo += [(f"{name}.{number}", part) for number, part in enumerate(value)]
-            found[f"{name}.length"] = len(value)
+            settings[f"{name}.length"] = len(value)
         elif name.startswith("data.") and isinstance(value, str) and value[:1] in ("/", "~"):
-            found[name] = "a path"
+            settings[name] = "a path"
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def _kind(value: Any) -> str:
@@ -103,14 +103,14 @@ def require_same_data(data: Data) -> None:
     """
     if not distributed.several():
         return
-    told: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}, "encoding": []}
+    own: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}, "encoding": []}
     try:
-        told["encoding"] = data.encoding()
-        told["sizes"] = {split.value: data.size(split) for split in Split}
-        told["contents"] = {name: asdict(one) for name, one in contents_of(data).items()}
+        own["encoding"] = data.encoding()
+        own["sizes"] = {split.value: data.size(split) for split in Split}
+        own["contents"] = {name: asdict(contents) for name, contents in contents_of(data).items()}
     except SystolicError as error:
-        told["error"] = str(error)
-    answers = [json.loads(text) for text in distributed.exchange(json.dumps(told))]
+        own["error"] = str(error)
+    answers = [json.loads(text) for text in distributed.exchange(json.dumps(own))]
     for process, answer in enumerate(answers):
         if answer["error"]:
             raise DataError(f"{answer['error']} (in process {process})")
@@ -136,8 +136,8 @@ def require_same_data(data: Data) -> None:
 def _different(first: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str | None:
     if first is None or other is None:
         return None if first == other else "different files"
-    told = difference(Contents(**first), Contents(**other))
-    return told and told.replace("before", "in process 0")
+    change = difference(Contents(**first), Contents(**other))
+    return change and change.replace("before", "in process 0")
 
 
 class SameBatches:

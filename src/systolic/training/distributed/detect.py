@@ -65,18 +65,18 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
     if COUNT in environ or INDEX in environ:
         return _explicit(environ)
     looks = (_gke, _cloud_tpu, _skypilot, _slurm, _open_mpi, _mpich)
-    found = next((place for look in looks if (place := look(environ, root)) is not None), None)
+    member = next((place for look in looks if (place := look(environ, root)) is not None), None)
     if ADDRESS in environ:
-        if found is None:
+        if member is None:
             raise OptionError(_missing(COUNT))
-        found = replace(found, coordinator=_address(environ[ADDRESS]))
-    if found is None:
+        member = replace(member, coordinator=_address(environ[ADDRESS]))
+    if member is None:
         _check_whole(environ)
-    if found is not None and not found.coordinator:
+    if member is not None and not member.coordinator:
         raise OptionError(
-            f"{found.by} describes process {found.index} of {found.count} but no coordinator; give --coordinator HOST:PORT of process 0 in every process"
+            f"{member.by} describes process {member.index} of {member.count} but no coordinator; give --coordinator HOST:PORT of process 0 in every process"
         )
-    return found
+    return member
 
 
 _COUNTS = {
@@ -163,8 +163,8 @@ def _gke(environ: Mapping[str, str], root: Path) -> Member | None:
 
 def _pod_hosts(environ: Mapping[str, str]) -> list[str]:
     """Hosts of this slice, without ports."""
-    told = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    return [_host(part.strip()) for part in told.split(",") if part.strip()]
+    addresses = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
+    return [_host(part.strip()) for part in addresses.split(",") if part.strip()]
 
 
 def _host(text: str) -> str:
@@ -185,21 +185,21 @@ def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
     if not worker.isdigit() or not endpoints:
         return None
     lines = (line.partition(":") for line in _attribute(server, "tpu-env").splitlines())
-    told = {name.strip(): value.strip().strip("'\"") for name, _, value in lines}
+    env = {name.strip(): value.strip().strip("'\"") for name, _, value in lines}
     # Entries are HOST or NAME:ID:ADDRESS.
     hosts = [endpoint.rpartition(":")[2] for endpoint in endpoints.split(",")]
-    place = _in_slices(told, hosts, int(worker))
+    place = _in_slices(env, hosts, int(worker))
     return place if place.count > 1 else None
 
 
-def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member:
+def _in_slices(env: Mapping[str, str], hosts: list[str], worker: int) -> Member:
     """Place of a worker in a job of one or more slices."""
-    slices = max(_number(told, "MEGASCALE_NUM_SLICES"), 1)
-    first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else hosts[0]
+    slices = max(_number(env, "MEGASCALE_NUM_SLICES"), 1)
+    first = env.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else hosts[0]
     return Member(
         by="Cloud TPU",
         count=len(hosts) * slices,
-        index=_number(told, "MEGASCALE_SLICE_ID") * len(hosts) + worker,
+        index=_number(env, "MEGASCALE_SLICE_ID") * len(hosts) + worker,
         coordinator=f"{_host(first)}:{PORT}" if first else "",
         hosts=tuple(hosts) if slices == 1 else (),
     )
@@ -306,10 +306,10 @@ def _open_mpi(environ: Mapping[str, str], root: Path) -> Member | None:
     # Open MPI 4 sets the launcher's address; Open MPI 5 sets prterun-HOST-PID@JOB.
     launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
     space = environ.get("PMIX_NAMESPACE", "")
-    told = re.search(r"tcp6?://\[?([^,:\]]+)", launcher) or re.match(
+    match = re.search(r"tcp6?://\[?([^,:\]]+)", launcher) or re.match(
         r"(?:prterun|prte)-(.+)-\d+@", space
     )
-    host = told.group(1) if told else ""
+    host = match.group(1) if match else ""
     if _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == count:
         host = "127.0.0.1"
     port = _EPHEMERAL + zlib.crc32((space or launcher).encode()) % _PORTS

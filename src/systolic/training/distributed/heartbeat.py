@@ -183,9 +183,9 @@ class Heartbeat:
             # The main thread waits in a collective that never completes.
             os._exit(LostError.exit_code)
         for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
-            told = (beat.index, beat.kind, beat.step)
-            if told not in self._told:
-                self._told.add(told)
+            lateness = (beat.index, beat.kind, beat.step)
+            if lateness not in self._told:
+                self._told.add(lateness)
                 does = DOES[Spent(beat.kind)]
                 self._warn(
                     "late",

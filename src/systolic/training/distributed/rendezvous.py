@@ -114,14 +114,14 @@ class _Guests:
 
     def gather(self, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
         """Waits for all processes and answers each."""
-        start = told = time.monotonic()
+        start = last_told = time.monotonic()
         while not self._error and len(self._came) < self._place.count - 1:
             now = time.monotonic()
             if now - start > seconds:
                 self._error = f"{self._missing()} did not connect to {self._place.coordinator} within {seconds:.0f} s; check that it runs, can reach that address, and was given the same one"
                 break
-            if now - told > TELL_SECONDS:
-                told = now
+            if now - last_told > TELL_SECONDS:
+                last_told = now
                 tell(f"waiting for {self._missing()}")
             self._server.settimeout(AGAIN_SECONDS)
             try:
@@ -169,15 +169,15 @@ class _Guests:
         said, stream = self._came[index]
         report = {name: said[name] for name in ("index", "host", "facts", "address")}
         try:
-            asked = time.time()
+            sent = time.time()
             _write(stream, {"time": True})
             theirs = json.loads(stream.readline())["time"]
             answered = time.time()
         except (OSError, ValueError, KeyError):
             return report
         return report | {
-            "ahead_seconds": theirs - (asked + answered) / 2,
-            "error_seconds": (answered - asked) / 2,
+            "ahead_seconds": theirs - (sent + answered) / 2,
+            "error_seconds": (answered - sent) / 2,
         }
 
 
@@ -211,11 +211,11 @@ def _report_to_first(place: Member, mine: Mapping[str, Any], seconds: float) -> 
 
 def differing(reports: Sequence[HostReport], what: str) -> dict[str, list[HostReport]]:
     """Reports grouped by the value of a fact, the most frequent value first."""
-    found: dict[str, list[HostReport]] = {}
+    groups: dict[str, list[HostReport]] = {}
     for report in reports:
         value = report.facts.get(what)
-        found.setdefault("absent" if value is None else str(value), []).append(report)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        groups.setdefault("absent" if value is None else str(value), []).append(report)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
 def _server(port: int) -> socket.socket:

@@ -56,7 +56,7 @@ def render(study: StudyResult, folder: Path) -> str:
         "edges": readings.edges(study),
         "plural": figures.plural,
         "coordinates": plots.coordinates(study),
-        "names": [one.name for one in study.searched],
+        "names": [option.name for option in study.searched],
         "aims": [aim.name for aim in study.aims],
         "label": figures.label,
         # Objectives have columns of their own.
@@ -70,9 +70,9 @@ def render(study: StudyResult, folder: Path) -> str:
 
 def tiles(study: StudyResult) -> list[Tile]:
     """Tiles of the best trial's figures and of the study's cost."""
-    best, found = study.best, []
+    best, cards = study.best, []
     if best is not None:
-        found = [
+        cards = [
             Tile(
                 label=f"best {figures.label(aim.name)}",
                 value=readings.figure(aim.name, best.figures[aim.name]),
@@ -80,7 +80,7 @@ def tiles(study: StudyResult) -> list[Tile]:
             )
             for aim in study.aims
         ]
-    found.append(
+    cards.append(
         Tile(
             label="trials",
             value=f"{study.finished} of {study.total}",
@@ -88,16 +88,16 @@ def tiles(study: StudyResult) -> list[Tile]:
         )
     )
     seconds = sum(row.seconds or 0.0 for row in study.rows)
-    found.append(Tile(label="time of all trials", value=figures.seconds(seconds)))
+    cards.append(Tile(label="time of all trials", value=figures.seconds(seconds)))
     if study.dollars is not None:
-        found.append(
+        cards.append(
             Tile(
                 label="cost",
                 value=dollars(study.dollars),
                 small=", ".join(filter(None, ("forecast, training steps only", study.price))),
             )
         )
-    return found
+    return cards
 
 
 def ranked(study: StudyResult) -> list[TrialRow]:
@@ -116,12 +116,14 @@ def _table_row(study: StudyResult, row: TrialRow, folder: Path) -> dict[str, Any
     report = f"{inside}/report.html"
     return {
         "number": row.number,
-        "is_best": any(row is one for one in study.front),
+        "is_best": any(row is best for best in study.front),
         "state": row.state,
         "reason": row.reason,
         "values": [
-            readings.value_text(row.values[one.name]) if one.name in row.values else figures.MISSING
-            for one in study.searched
+            readings.value_text(row.values[option.name])
+            if option.name in row.values
+            else figures.MISSING
+            for option in study.searched
         ],
         "figures": [readings.figure(aim.name, row.figures.get(aim.name)) for aim in study.aims],
         "seconds": figures.seconds(row.seconds),
@@ -133,5 +135,5 @@ def _table_row(study: StudyResult, row: TrialRow, folder: Path) -> dict[str, Any
 
 def _facts(study: StudyResult) -> list[tuple[str, str]]:
     objectives = ", ".join(f"{aim.mode.value} {figures.label(aim.name)}" for aim in study.aims)
-    searched = ", ".join(one.text for one in study.searched)
+    searched = ", ".join(option.text for option in study.searched)
     return [("study", study.name), ("objective", objectives), ("searched", searched)]

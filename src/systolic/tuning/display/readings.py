@@ -52,20 +52,20 @@ def verdict(study: StudyResult) -> Verdict:
     best = study.best
     if best is None:
         return Verdict(word="no result", sentence=_reason(study), tone=Tone.bad)
-    found = f"best: {objectives(study, best)} with {settings(best)} (trial {best.number})"
+    sentence = f"best: {objectives(study, best)} with {settings(best)} (trial {best.number})"
     if len(study.front) > 1:
-        found = f"{figures.plural(len(study.front), 'trial')} on the Pareto front"
+        sentence = f"{figures.plural(len(study.front), 'trial')} on the Pareto front"
     if study.finished < study.total:
         why = f"; {study.stopped}" if study.stopped else ""
         word = f"{study.finished} of {figures.plural(study.total, 'trial')}"
-        return Verdict(word=word, sentence=f"{found}{why}", tone=Tone.neutral)
-    return Verdict(word="done", sentence=found, tone=Tone.good)
+        return Verdict(word=word, sentence=f"{sentence}{why}", tone=Tone.neutral)
+    return Verdict(word="done", sentence=sentence, tone=Tone.good)
 
 
 def _reason(study: StudyResult) -> str:
-    told = [row.reason for row in study.rows if row.reason]
+    reasons = [row.reason for row in study.rows if row.reason]
     return study.stopped or (
-        f"{counted(study)}; the last one: {told[-1]}" if told else "no trial has ended"
+        f"{counted(study)}; the last one: {reasons[-1]}" if reasons else "no trial has ended"
     )
 
 
@@ -95,25 +95,25 @@ class SeedFigures:
 
 def spreads(study: StudyResult) -> list[SeedFigures]:
     """Mean and standard deviation of the best and the default settings; of those that have a result."""
-    told, found, name = study.repeats, [], study.aims[0].name
-    if told is None:
+    repeats, seed_figures, name = study.repeats, [], study.aims[0].name
+    if repeats is None:
         return []
     for which in ("best", "default"):
-        one = told[which]
-        count, total = len(one["values"]), told["seeds"]
+        repeated = repeats[which]
+        count, total = len(repeated["values"]), repeats["seeds"]
         if not count:
             continue
-        found.append(
+        seed_figures.append(
             SeedFigures(
                 name=which,
-                mean=_precise(name, one["mean"], "#.4g"),
+                mean=_precise(name, repeated["mean"], "#.4g"),
                 deviation=""
-                if one["deviation"] is None
-                else _precise(name, one["deviation"], ".2g"),
+                if repeated["deviation"] is None
+                else _precise(name, repeated["deviation"], ".2g"),
                 seeds=f"{'' if count == total else f'{count} of '}{figures.plural(total, 'seed')}",
             )
         )
-    return found
+    return seed_figures
 
 
 def _precise(name: str, value: float, form: str) -> str:
@@ -123,8 +123,8 @@ def _precise(name: str, value: float, form: str) -> str:
 def edges(study: StudyResult) -> list[str]:
     """Sentences on best values at an end of their range."""
     return [
-        f"the best {one.option} {value_text(one.value)} is at the end of its range; search {one.search}"
-        for one in study.edges
+        f"the best {edge.option} {value_text(edge.value)} is at the end of its range; search {edge.search}"
+        for edge in study.edges
     ]
 
 

@@ -25,37 +25,39 @@ def lines(study: StudyResult) -> list[Text]:
     """Lines of the results."""
     verdict = readings.verdict(study)
     head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, TONE_COLOURS[verdict.tone])
-    found = [head, Text(verdict.sentence)]
+    texts = [head, Text(verdict.sentence)]
     if study.rows:
-        found.append(_row("trials", readings.counted(study)))
+        texts.append(_row("trials", readings.counted(study)))
     if len(study.aims) > 1:
         for place, row in enumerate(study.front[:FRONT]):
             text = (
                 f"trial {row.number}: {readings.objectives(study, row)}; {readings.settings(row)}"
             )
-            found.append(_row("" if place else "front", text))
+            texts.append(_row("" if place else "front", text))
         if len(study.front) > FRONT:
-            found.append(_row("", f"and {len(study.front) - FRONT} more, on the page"))
+            texts.append(_row("", f"and {len(study.front) - FRONT} more, on the page"))
     if study.importance:
-        shares = (f"{name} {readings.whole_percent(one)}" for name, one in study.importance.items())
-        found.append(_row("importance", ", ".join(shares)))
-    found += [_row("range", sentence) for sentence in readings.edges(study)]
-    for one in readings.spreads(study):
-        deviation = f", standard deviation {one.deviation}" if one.deviation else ""
+        shares = (
+            f"{name} {readings.whole_percent(share)}" for name, share in study.importance.items()
+        )
+        texts.append(_row("importance", ", ".join(shares)))
+    texts += [_row("range", sentence) for sentence in readings.edges(study)]
+    for spread in readings.spreads(study):
+        deviation = f", standard deviation {spread.deviation}" if spread.deviation else ""
         name = figures.label(study.aims[0].name)
-        found.append(_row(one.name, f"mean {name} {one.mean}{deviation} over {one.seeds}"))
+        texts.append(_row(spread.name, f"mean {name} {spread.mean}{deviation} over {spread.seeds}"))
     if luck := readings.luck(study):
-        found.append(_row("luck", luck))
+        texts.append(_row("luck", luck))
     seconds = sum(row.seconds or 0.0 for row in study.rows)
     if seconds:
-        found.append(_row("time", f"{figures.seconds(seconds)} for all trials"))
+        texts.append(_row("time", f"{figures.seconds(seconds)} for all trials"))
     if study.dollars is not None:
         of = f" ({study.price})" if study.price else ""
         cost = f"{dollars(study.dollars)}{of} forecast for training steps on the slice; start-up, evaluations and repeats are not included"
-        found.append(_row("cost", cost))
+        texts.append(_row("cost", cost))
     if study.command:
-        found.append(_row("train it", study.command))
-    return found
+        texts.append(_row("train it", study.command))
+    return texts
 
 
 def _row(name: str, text: str) -> Text:

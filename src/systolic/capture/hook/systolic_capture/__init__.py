@@ -35,11 +35,11 @@ _asked_platforms = []
 
 def show_platforms():
     """The variable as the program would find it on the slice: jax has read it, and others ask it whether there are TPUs."""
-    asked = _asked_platforms[-1]
-    if asked in (None, "cpu"):  # that of a machine without TPUs
+    platforms = _asked_platforms[-1]
+    if platforms in (None, "cpu"):  # that of a machine without TPUs
         del os.environ[PLATFORMS]
     else:
-        os.environ[PLATFORMS] = asked
+        os.environ[PLATFORMS] = platforms
 
 
 # Neither is a class of importlib.abc, whose import takes longer than that of all else here.

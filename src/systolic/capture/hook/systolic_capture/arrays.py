@@ -30,10 +30,11 @@ def serials(values):
     """Numbers and bytes of the large arrays among some values: another array has another number."""
     import jax
 
-    placed = (one for one in values if is_slice_array(one) or isinstance(one, jax.Array))
-    large = (one for one in placed if one.nbytes > LARGE_BYTES)
+    placed = (array for array in values if is_slice_array(array) or isinstance(array, jax.Array))
+    large = (array for array in placed if array.nbytes > LARGE_BYTES)
     return [
-        (one.serial if is_slice_array(one) else _serial_on_host(one), one.nbytes) for one in large
+        (array.serial if is_slice_array(array) else _serial_on_host(array), array.nbytes)
+        for array in large
     ]
 
 
@@ -50,8 +51,10 @@ def links(values):
 
     Keys of random numbers and counters don't: what makes one array after the other shares them.
     """
-    taken = [one for one in values if is_slice_array(one) and one.size > 1 and _is_inexact(one)]
-    return frozenset(one.serial for one in taken), frozenset(one.born for one in taken)
+    taken = [
+        array for array in values if is_slice_array(array) and array.size > 1 and _is_inexact(array)
+    ]
+    return frozenset(array.serial for array in taken), frozenset(array.born for array in taken)
 
 
 def _is_inexact(array):
@@ -70,8 +73,8 @@ def donate(values, results, places):
         places: The sharding of each, or that and more: an argument that is like no result is only warned of by jax.
     """
     left = []
-    for one, where in zip(results, places, strict=True):
-        aval = getattr(one, "aval", one)
+    for result, where in zip(results, places, strict=True):
+        aval = getattr(result, "aval", result)
         if hasattr(aval, "shape"):
             left.append(_kind(aval, where[0] if isinstance(where, tuple) else where))
     for value, gone in values:
@@ -92,13 +95,13 @@ def _kind(aval, sharding):
 
 def check(values):
     """Refuses donated and deleted arrays, as jax does."""
-    for one in filter(is_slice_array, values):
-        one.use()
+    for array in filter(is_slice_array, values):
+        array.use()
 
 
 def latest(values):
     """Number of the latest recorded call that some values come from; -1 where they come from none."""
-    return max((one.born for one in values if is_slice_array(one)), default=-1)
+    return max((value.born for value in values if is_slice_array(value)), default=-1)
 
 
 def register():

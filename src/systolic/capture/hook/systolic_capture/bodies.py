@@ -31,10 +31,10 @@ def fingerprint(jaxpr):
     body = shardings.inner(jaxpr)
     known = _made.get(id(body.jaxpr))
     if known is None:
-        found = _digests(body)
+        digest = _digests(body)
         # The body is kept, so that its id is not another's.
-        known = _made[id(body.jaxpr)] = (body.jaxpr, found)
-        traces[found] = traces.get(found, 0) + 1
+        known = _made[id(body.jaxpr)] = (body.jaxpr, digest)
+        traces[digest] = traces.get(digest, 0) + 1
     return known[1]
 
 
@@ -44,7 +44,9 @@ def name_of(jaxpr, name):
         return name
     body = shardings.inner(jaxpr).jaxpr
     while body.eqns:
-        eqn = next((one for one in body.eqns if one.primitive.name not in _SHAPES), body.eqns[0])
+        eqn = next(
+            (inner for inner in body.eqns if inner.primitive.name not in _SHAPES), body.eqns[0]
+        )
         name = eqn.primitive.name
         if "jaxpr" not in eqn.params:
             break
@@ -108,8 +110,8 @@ class _BodyWriter:
     def _param(self, key, value):
         if isinstance(value, (list, tuple)):
             self._write(key, str(len(value)))
-            for one in value:
-                self._param(key, one)
+            for part in value:
+                self._param(key, part)
             return
         inside = getattr(value, "jaxpr", value)
         if hasattr(inside, "eqns"):
@@ -149,7 +151,7 @@ def live_bytes(jaxpr):
     alive = {var: _bytes(var) for var in (*body.constvars, *body.invars)}
     total = most = sum(alive.values())
     for number, eqn in enumerate(body.eqns):
-        inside = max((live_bytes(one) for one in _inner(eqn)), default=0)
+        inside = max((live_bytes(part) for part in _inner(eqn)), default=0)
         taken = sum(alive.get(var, 0) for var in set(_vars(eqn.invars)))
         for var in eqn.outvars:
             alive[var] = _bytes(var)
@@ -174,6 +176,9 @@ def _bytes(var):
 
 def _inner(eqn):
     for value in eqn.params.values():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns") and eqn.primitive.name != "pallas_call":
-                yield one
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if (
+                hasattr(getattr(part, "jaxpr", part), "eqns")
+                and eqn.primitive.name != "pallas_call"
+            ):
+                yield part

@@ -17,21 +17,23 @@ def slice_devices():
     from jax.experimental import topologies
 
     report.say(stage="loading libtpu")
-    asked = report.request()["topology"]
-    kwargs = {name: value for name, value in asked.items() if value is not None}
+    topology = report.request()["topology"]
+    kwargs = {name: value for name, value in topology.items() if value is not None}
     kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
     try:
-        found = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
+        devices = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
     except Exception as error:
         libtpu, lent = report.libtpu()
         whose = "lent to an environment without one" if lent else "of this environment"
         reason = " ".join(str(error).split())[:300]
-        report.refuse(f"libtpu {libtpu} {whose} does not know {asked['topology_name']}: {reason}")
-    _known["ids"] = frozenset(map(id, found))
-    _answer_memory(type(found[0]))
-    if not asked["num_slices"]:
-        _answer_slice(type(found[0]))
-    return found
+        report.refuse(
+            f"libtpu {libtpu} {whose} does not know {topology['topology_name']}: {reason}"
+        )
+    _known["ids"] = frozenset(map(id, devices))
+    _answer_memory(type(devices[0]))
+    if not topology["num_slices"]:
+        _answer_slice(type(devices[0]))
+    return devices
 
 
 def _answer_slice(kind):
@@ -137,12 +139,12 @@ def patch_bridge(bridge):
             if process_index is None:
                 _known["asked_local"] = True
             wanted = process_index if process_index is not None else host_id or 0
-            return [one for one in slice_devices() if one.process_index == wanted]
+            return [device for device in slice_devices() if device.process_index == wanted]
         return real_local(backend=backend)
 
-    def count(real, found):
+    def count(real, listed):
         def number(backend=None):
-            return len(found()) if named(backend) in TPU else real(backend)
+            return len(listed()) if named(backend) in TPU else real(backend)
 
         return number
 
@@ -177,9 +179,9 @@ def patch_default_device(pxla):
     def get_default_device():
         from jax._src import config
 
-        asked = config.default_device.value
-        if asked is not None and not isinstance(asked, str):
-            return asked
+        default = config.default_device.value
+        if default is not None and not isinstance(default, str):
+            return default
         return cpu_device() if getattr(_here, "computes", 0) else slice_devices()[0]
 
     pxla.get_default_device = get_default_device
@@ -235,9 +237,9 @@ def patch_mesh(module):
         setattr(kind, name, property(get))
 
     def own(self):
-        return [one for one in self.devices.flat if is_local(one)]
+        return [device for device in self.devices.flat if is_local(device)]
 
     answer("local_devices", own)
     answer("_local_devices_set", lambda self: set(own(self)))
     answer("is_multi_process", lambda self: self.devices.size != len(own(self)))
-    answer("_process_indices", lambda self: {one.process_index for one in self.devices.flat})
+    answer("_process_indices", lambda self: {device.process_index for device in self.devices.flat})

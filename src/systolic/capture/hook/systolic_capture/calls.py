@@ -70,8 +70,8 @@ class Call:
         self.own = own
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()
-        self.args = [self._kept(one) for one in args]
-        self.given = list(args)
+        self.args = [self._kept(arg) for arg in args]
+        self.values = list(args)
         self.jaxpr = params["jaxpr"]
         self.fingerprint = bodies.fingerprint(params["jaxpr"])
         self._hoist(body)
@@ -79,7 +79,7 @@ class Call:
         self.key = (
             self.name,
             self.source,
-            tuple((str(one.aval), one.sharding if one._committed else None) for one in self.args),
+            tuple((str(arg.aval), arg.sharding if arg._committed else None) for arg in self.args),
             tuple(params.get("donated_invars", ())),
             self.fingerprint,
             tuple(_hashable(params.get(name)) for name in PLACED),
@@ -108,8 +108,8 @@ class Call:
         self.params["jaxpr"] = partial_eval.close_jaxpr(
             partial_eval.convert_constvars_jaxpr(body.jaxpr)
         )
-        self.args = [self._constant(one) for one in body.consts] + self.args
-        self.given = [*body.consts, *self.given]
+        self.args = [self._constant(const) for const in body.consts] + self.args
+        self.values = [*body.consts, *self.values]
         unspecified = _unspecified()
         for name, filler in (
             ("in_shardings", unspecified),
@@ -161,11 +161,11 @@ class Call:
     def _forwarded(self, var, where):
         """The buffer of the argument that a result is, which jax gives as it is; None of a result that is computed."""
         body = shardings.inner(self.params["jaxpr"]).jaxpr
-        index = next((n for n, one in enumerate(body.invars) if one is var), None)
+        index = next((n for n, invar in enumerate(body.invars) if invar is var), None)
         donated = self.params.get("donated_invars")
-        if index is None or index >= len(self.given) or (donated and donated[index]):
+        if index is None or index >= len(self.values) or (donated and donated[index]):
             return None
-        value = self.given[index]
+        value = self.values[index]
         same = arrays.is_slice_array(value) and value.sharding == where
         return value.buffer or None if same else None
 
@@ -177,15 +177,15 @@ class Call:
             gone and (self.params.get("keep_unused") or id(var) in used)  # jax drops the others
             for gone, var in zip(self.params.get("donated_invars") or (), body.invars, strict=False)
         ]
-        arrays.donate(zip(self.given, flags, strict=False), body.outvars, self.places)
-        self.given = []
+        arrays.donate(zip(self.values, flags, strict=False), body.outvars, self.places)
+        self.values = []
 
     def _chosen(self):
         """Shardings of the results that the compiler chooses; None where it fails."""
         report.say(stage=f"compiling {self.name} for the shardings of its results")
         try:
-            made = self.lower().compile(compiler_options=_least_effort())
-            return list(made._out_shardings)
+            compiled = self.lower().compile(compiler_options=_least_effort())
+            return list(compiled._out_shardings)
         except Exception as error:
             reason = " ".join(str(error).split())[:160]
             note(
@@ -198,8 +198,8 @@ class Call:
         from jax._src import pjit
         from jax._src.interpreters import mlir
 
-        convert = getattr(pjit, "convert_to_metaty", lambda one: one)
-        args = [convert(one) for one in self.args]
+        convert = getattr(pjit, "convert_to_metaty", lambda arg: arg)
+        args = [convert(arg) for arg in self.args]
         return pjit._resolve_and_lower(
             args,
             **self.params,
@@ -224,7 +224,7 @@ def _take(call, args, consts=()):
     call.given_ids = frozenset(map(id, args))
     taken = list(filter(arrays.is_slice_array, [*args, *consts]))
     call.held = {} if call.own else memory.beside(taken)
-    call.taken = {one.buffer.number for one in taken if one.buffer}
+    call.taken = {array.buffer.number for array in taken if array.buffer}
 
 
 def _of_host(value):
@@ -302,10 +302,10 @@ def is_for_slice(lowering):
 
 def device_assignment(lowering):
     """Devices of a lowered program in its order."""
-    found = getattr(lowering, "_device_list", None)
-    if found is None:
-        found = lowering.compile_args.get("device_assignment")
-    return tuple(found or ())
+    devices = getattr(lowering, "_device_list", None)
+    if devices is None:
+        devices = lowering.compile_args.get("device_assignment")
+    return tuple(devices or ())
 
 
 def know(call):
@@ -361,12 +361,12 @@ def record(call):
         _sequence.append(
             steps.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
         )
-        if (found := _settled(now)) is not None:
+        if (step := _settled(now)) is not None:
             _state["ended"] = True
-    if found is not None:
+    if step is not None:
         from systolic_capture import compiling
 
-        compiling.answer(found, "stopped when its step had repeated")
+        compiling.answer(step, "stopped when its step had repeated")
     return number
 
 
@@ -450,7 +450,7 @@ def order(step, kinds):
     places = {number: place for place, number in enumerate(step.numbers)}
     keys = {_sequence[number].call.key: place for number, place in places.items()}
     index = {call.key: n for n, call in enumerate(kinds)}
-    found = []
+    calls = []
     for number in step.numbers:
         now = _sequence[number]
         after = set()
@@ -459,8 +459,8 @@ def order(step, kinds):
                 after.add((places[born], 0))
             elif born >= 0 and _sequence[born].call.key in keys:
                 after.add((keys[_sequence[born].call.key], 1))
-        found.append({"program": index[now.call.key], "after": sorted(after)})
-    return found
+        calls.append({"program": index[now.call.key], "after": sorted(after)})
+    return calls
 
 
 def largest_held(step):
@@ -470,11 +470,11 @@ def largest_held(step):
     first, taken = step.numbers[0], set()
     for number in range(first, len(_sequence)):
         taken |= _sequence[number].taken
-    found = [one for one in memory.largest(LARGEST, taken) if one["born"] < first]
-    for one in found:
-        born = one.pop("born")
-        one["made_by"] = _sequence[born].call.name if 0 <= born < len(_sequence) else ""
-    return found
+    held = [array for array in memory.largest(LARGEST, taken) if array["born"] < first]
+    for array in held:
+        born = array.pop("born")
+        array["made_by"] = _sequence[born].call.name if 0 <= born < len(_sequence) else ""
+    return held
 
 
 def large_beside(known, capacity, most):
@@ -503,7 +503,7 @@ def _need(call):
         (aval, where[0] if isinstance(where, tuple) else where)
         for aval, where in zip(avals, call.places or (), strict=False)
     ]
-    placed = [(one.aval, one.sharding) for one in call.args] + results
+    placed = [(arg.aval, arg.sharding) for arg in call.args] + results
     least = sum(memory.part_bytes(aval, where) for aval, where in placed)
     devices = max((len(where.device_set) for _, where in placed), default=1)
     return max(least, bodies.live_bytes(call.jaxpr) // devices)
@@ -536,10 +536,10 @@ def moved_in(step):
 
 def counts():
     """Calls by program, in the order of their first."""
-    found = {}
+    numbers = {}
     for entry in _sequence:
-        found[entry.call.key] = found.get(entry.call.key, 0) + 1
-    return {key: (_known[key], found.get(key, 0)) for key in _known}
+        numbers[entry.call.key] = numbers.get(entry.call.key, 0) + 1
+    return {key: (_known[key], numbers.get(key, 0)) for key in _known}
 
 
 def _best():
@@ -550,7 +550,7 @@ def _best():
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
             return _within(length)
-        tallied = [one for one in tallied if one[0].name == chosen]
+        tallied = [pair for pair in tallied if pair[0].name == chosen]
         return _one(max(tallied, key=_weight)[0]) if tallied else None
     linked = length is not None and steps.is_linked(_sequence, length)
     repeats = length * steps.repeats(_sequence, length) if linked else 0
@@ -563,7 +563,7 @@ def _best():
         return _within(length)
     if linked:
         return _within(length)
-    repeated = [one for one in tallied if one[1] > 1]
+    repeated = [pair for pair in tallied if pair[1] > 1]
     if repeated:
         taken, times = max(repeated, key=_weight)
         if not _follows(taken):
@@ -574,8 +574,8 @@ def _best():
         return _one(taken)
     if not tallied:
         return None
-    taken = max(tallied, key=lambda one: (one[0].flops, one[0].eqns))[0]
-    others = sorted({one.name for one, _ in tallied} - {taken.name})
+    taken = max(tallied, key=lambda pair: (pair[0].flops, pair[0].eqns))[0]
+    others = sorted({call.name for call, _ in tallied} - {taken.name})
     beside = f" of {', '.join([taken.name, *others])}" if others else ""
     cautions.append(
         f"the program repeated no jitted call, and no step is known: {taken.name}, the call with the most FLOPs{beside}, is taken for it; "
@@ -592,30 +592,32 @@ def _weight(tallied):
 
 def of_other_shapes(step_calls):
     """A line for each function of a step that was called with other arguments too, often enough not to be a last batch."""
-    found = []
+    lines = []
     keys = {call.key for call in step_calls}
     every = list(counts().values())
     for call in step_calls:
-        alike = [one for one in every if (one[0].name, one[0].source) == (call.name, call.source)]
+        alike = [
+            pair for pair in every if (pair[0].name, pair[0].source) == (call.name, call.source)
+        ]
         total = sum(times for _, times in alike)
-        others = sum(times for one, times in alike if one.key not in keys)
+        others = sum(times for other, times in alike if other.key not in keys)
         if not call.source or others < max(2, OFTEN * total):
             continue
-        mean = sum(one.flops * times for one, times in alike) / total
+        mean = sum(other.flops * times for other, times in alike) / total
         ratio = (
             f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one"
             if call.flops
             else ""
         )
-        found.append(
+        lines.append(
             f"{call.name} was called with {len(alike)} kinds of arguments, and the step is of one of them, {total - others} of {total} calls ({_shapes(call)}){ratio}"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lines))
 
 
 def _shapes(call):
     """Shapes of the last arguments of a call: weights stand first by custom, and batches last."""
-    return ", ".join(str(one.aval.str_short()) for one in call.args[-2:])
+    return ", ".join(str(arg.aval.str_short()) for arg in call.args[-2:])
 
 
 def traced_anew(step_calls):
@@ -632,8 +634,8 @@ def _follows(call):
     """Whether calls of a kind take what others of it made or took."""
     own = {n: entry for n, entry in enumerate(_sequence) if entry.call is call}
     taken = [serial for entry in own.values() for serial in entry.links[0]]
-    made = any(born in own for entry in own.values() for born in entry.links[1])
-    return made or len(set(taken)) < len(taken)
+    linked = any(born in own for entry in own.values() for born in entry.links[1])
+    return linked or len(set(taken)) < len(taken)
 
 
 def _one(call):
@@ -654,7 +656,7 @@ def _finish(ended):
         linked = period is not None and steps.is_linked(_sequence, period)
         known = linked or report.request().get("step")
         step = _best() if known or not error else None
-        names = sorted({one.name for one, _ in counts().values()})
+        names = sorted({call.name for call, _ in counts().values()})
         if error and not step:
             report.say(program_failed=error, ours=_state["ours"], called=names)
             return

@@ -23,45 +23,51 @@ class CapturedCompiled:
     def __call__(self, *args, **kwargs):
         """The results in shape alone."""
         flat = jax.tree.leaves((args, kwargs))
-        leaves = [one for one in flat if isinstance(one, (jax.Array, float))]
+        leaves = [leaf for leaf in flat if isinstance(leaf, (jax.Array, float))]
         arrays.check(leaves)
-        made, tree = jax.tree.flatten(self._lowered.out_info)
+        infos, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
-            self._call.places = self._places(flat, made)
+            self._call.places = self._places(flat, infos)
         self._call.take(leaves)
         born = calls.record(self._call)
-        arrays.donate(zip(leaves, self._donated(len(leaves)), strict=True), made, self._call.places)
+        arrays.donate(
+            zip(leaves, self._donated(len(leaves)), strict=True), infos, self._call.places
+        )
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
-            for info, where in zip(made, self._call.places, strict=True)
+            for info, where in zip(infos, self._call.places, strict=True)
         ]
         return jax.tree.unflatten(tree, outs)
 
     def _donated(self, number):
         """Whether each of the arguments is donated."""
-        told = [
-            bool(getattr(one, "donated", False))
-            for one in jax.tree.leaves(getattr(self._lowered, "args_info", ()))
+        donated = [
+            bool(getattr(info, "donated", False))
+            for info in jax.tree.leaves(getattr(self._lowered, "args_info", ()))
         ]
-        return told if len(told) == number else [False] * number
+        return donated if len(donated) == number else [False] * number
 
-    def _places(self, given, made):
+    def _places(self, args, infos):
         """Shardings of the results: as lowered, as constrained in the body, or like an argument."""
         lowering = self._lowered._lowering
-        told = lowering.compile_args.get("out_shardings") or [None] * len(made)
-        mesh = shardings.mesh_of(given) or dispatch.context_mesh()
+        declared = lowering.compile_args.get("out_shardings") or [None] * len(infos)
+        mesh = shardings.mesh_of(args) or dispatch.context_mesh()
         params = dispatch.body_of(lowering)
-        if params and len(shardings.inner(params["jaxpr"]).jaxpr.invars) == len(given):
-            found = shardings.of_results(
-                given, {**params, "out_shardings": told}, mesh, dispatch.first_device, self._chosen
+        if params and len(shardings.inner(params["jaxpr"]).jaxpr.invars) == len(args):
+            places = shardings.of_results(
+                args,
+                {**params, "out_shardings": declared},
+                mesh,
+                dispatch.first_device,
+                self._chosen,
             )
-            return [where for where, _ in found]
-        given = list(filter(arrays.is_slice_array, given))
-        alike = shardings.alike(given, [one.sharding for one in given])
+            return [where for where, _ in places]
+        args = list(filter(arrays.is_slice_array, args))
+        alike = shardings.alike(args, [arg.sharding for arg in args])
         other = dispatch.first_device() if mesh is None else shardings.replicated(mesh)
         return [
             where if bridge.on_slice(where) else shardings.next_alike(alike, info) or other
-            for where, info in zip(told, made, strict=True)
+            for where, info in zip(declared, infos, strict=True)
         ]
 
     def _chosen(self):
@@ -91,8 +97,8 @@ class CapturedCompiled:
 
     def as_text(self):
         """The program as it was lowered, or compiled where it is."""
-        made = vars(self).get("_compiled")
-        return (made or self._lowered).as_text()
+        compiled = vars(self).get("_compiled")
+        return (compiled or self._lowered).as_text()
 
     @property
     def input_shardings(self):
@@ -107,5 +113,5 @@ class CapturedCompiled:
     @property
     def output_shardings(self):
         """Shardings of the results as lowered."""
-        made, tree = jax.tree.flatten(self._lowered.out_info)
-        return jax.tree.unflatten(tree, self._call.places or self._places([], made))
+        infos, tree = jax.tree.flatten(self._lowered.out_info)
+        return jax.tree.unflatten(tree, self._call.places or self._places([], infos))

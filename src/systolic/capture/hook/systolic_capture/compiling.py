@@ -47,9 +47,9 @@ def background(task):
 def answer(step, ended):
     """Compiles the calls of a step, writes the answer and ends the process."""
     try:
-        made = _answer(step, ended)
+        content = _answer(step, ended)
         with open(os.path.join(report.FOLDER, "answer.json"), "w") as file:
-            json.dump(made, file)
+            json.dump(content, file)
         report.say(done=True)
         code = 0
     except BaseException as error:
@@ -87,8 +87,8 @@ def _answer(step, ended):
             continue
         beside.append({**program, "held": _held([entry], program.pop("ids"))})
     others = [
-        {"name": one.name, "source": one.source, "calls": count, "flops": one.flops}
-        for key, (one, count) in calls.counts().items()
+        {"name": other.name, "source": other.source, "calls": count, "flops": other.flops}
+        for key, (other, count) in calls.counts().items()
         if key not in known
     ]
     return {
@@ -118,8 +118,8 @@ def _held(entries, ids):
     """The most that the program holds beside the arguments of one of some calls, in bytes of a device."""
     host_of = {device.id: device.process_index for device in bridge.slice_devices()}
     others = set(host_of) - set(ids)
-    found = [memory.on_devices(entry.held, ids, others, host_of) for entry in entries]
-    return {name: max(one[name] for one in found) for name in found[0]}
+    sizes = [memory.on_devices(entry.held, ids, others, host_of) for entry in entries]
+    return {name: max(size[name] for size in sizes) for name in sizes[0]}
 
 
 def _program(call, number):
@@ -182,10 +182,10 @@ def _on_first_slice(lowered, devices):
 
 def _mesh(call, devices):
     """Axes of the mesh whose devices the program has in their order; empty without one."""
-    found = [getattr(call, "mesh", None), shardings.mesh_of(call.args)]
-    for one in filter(bridge.is_concrete, found):
-        if tuple(one.devices.flat) == tuple(devices):
-            return {str(name): int(size) for name, size in one.shape.items()}
+    meshes = [getattr(call, "mesh", None), shardings.mesh_of(call.args)]
+    for mesh in filter(bridge.is_concrete, meshes):
+        if tuple(mesh.devices.flat) == tuple(devices):
+            return {str(name): int(size) for name, size in mesh.shape.items()}
     return {}
 
 
@@ -198,11 +198,11 @@ def _compiled(lowered, options, folder):
         "xla_dump_hlo_as_proto": True,
     }
     quick = report.request().get("quick")
-    failed, made = [], []
+    failed, compiled = [], []
 
     def run():
         try:
-            made.append(lowered.compile(compiler_options=options))
+            compiled.append(lowered.compile(compiler_options=options))
         except BaseException as error:
             failed.append(error)
 
@@ -220,8 +220,8 @@ def _compiled(lowered, options, folder):
                 if now == size and (text := file.read()).rstrip().rpartition("\n")[2][:1] == "}":
                     return text, ""
             size = now
-    if made:
-        return made[0].as_text(), ""
+    if compiled:
+        return compiled[0].as_text(), ""
     reason = f"{type(failed[0]).__name__}: {failed[0]}"
     path = _written(folder, REFUSED)
     if path is None:
@@ -232,5 +232,5 @@ def _compiled(lowered, options, folder):
 
 def _written(folder, ending):
     """The largest dump with an ending, which is the program's."""
-    found = sorted(glob.glob(os.path.join(folder, f"*{ending}")), key=os.path.getsize)
-    return found[-1] if found else None
+    dumps = sorted(glob.glob(os.path.join(folder, f"*{ending}")), key=os.path.getsize)
+    return dumps[-1] if dumps else None

@@ -98,13 +98,13 @@ def _applied(name, values, aval):
 class _Body:
     """A body whose counters are computed as they are asked for."""
 
-    def __init__(self, body, given, left):
-        self._body, self._given, self._left = body, given, left
+    def __init__(self, body, inputs, left):
+        self._body, self._inputs, self._left = body, inputs, left
         self._found = {}
         key = id(body.jaxpr)
         if key not in _makers:
-            made = {var: eqn for eqn in body.jaxpr.eqns for var in eqn.outvars}
-            _makers[key] = (body.jaxpr, made)  # the body is kept, so that its id is not another's
+            makers = {var: eqn for eqn in body.jaxpr.eqns for var in eqn.outvars}
+            _makers[key] = (body.jaxpr, makers)  # the body is kept, so that its id is not another's
         self._eqns = _makers[key][1]
 
     def value(self, atom):
@@ -121,7 +121,7 @@ class _Body:
         jaxpr = self._body.jaxpr
         if (eqn := self._eqns.get(var)) is None:
             if var in jaxpr.invars:
-                return self._given(jaxpr.invars.index(var))
+                return self._inputs(jaxpr.invars.index(var))
             consts = dict(zip(jaxpr.constvars, self._body.consts, strict=False))
             return of(consts[var]) if var in consts else None
         self._left[0] -= 1
@@ -139,9 +139,9 @@ class _Body:
 
     def _inside(self, eqn, place):
         """The number of a call's result."""
-        found = next((eqn.params[key] for key in NESTED if key in eqn.params), None)
-        if found is None:
+        nested = next((eqn.params[key] for key in NESTED if key in eqn.params), None)
+        if nested is None:
             return None
-        body = shardings.inner(found)
+        body = shardings.inner(nested)
         inside = _Body(body, lambda index: self.value(eqn.invars[index]), self._left)
         return inside.value(body.jaxpr.outvars[place])

@@ -53,9 +53,9 @@ def context_mesh():
     """The mesh that the program has set, on the slice; None without one."""
     from jax._src import mesh
 
-    for found in (getattr(mesh, "get_concrete_mesh", lambda: None)(),):
-        if found is not None and bridge.mesh_on_slice(found):
-            return found
+    for current in (getattr(mesh, "get_concrete_mesh", lambda: None)(),):
+        if current is not None and bridge.mesh_on_slice(current):
+            return current
     return None
 
 
@@ -88,8 +88,8 @@ CALLS = ("pjit", "jit")
 
 
 def _names_slice(params):
-    found = params.get("devices") or (params.get("sharding"),)
-    return any(bridge.is_slice_device(one) or bridge.on_slice(one) for one in found)
+    places = params.get("devices") or (params.get("sharding"),)
+    return any(bridge.is_slice_device(where) or bridge.on_slice(where) for where in places)
 
 
 def _is_large(primitive, args, params):
@@ -97,15 +97,15 @@ def _is_large(primitive, args, params):
     if "ids" not in bridge._known:
         return False
     try:
-        made = _results(primitive, _avals(args), params)
+        results = _results(primitive, _avals(args), params)
     except Exception:
         return False
-    return any(_bytes(aval) > MOST_BYTES for aval in made)
+    return any(_bytes(aval) > MOST_BYTES for aval in results)
 
 
 def _results(primitive, avals, params):
-    made = primitive.abstract_eval(*avals, **params)[0]
-    return list(made) if primitive.multiple_results else [made]
+    results = primitive.abstract_eval(*avals, **params)[0]
+    return list(results) if primitive.multiple_results else [results]
 
 
 def _operation(primitive, args, params):
@@ -120,12 +120,12 @@ def _operation(primitive, args, params):
     arrays.check(args)
     avals = _avals(args)
     mesh = context_mesh()
-    made = _results(primitive, avals, params)
+    results = _results(primitive, avals, params)
     calls.count_operation(primitive.name)
     born = arrays.latest(args)
     outs = [
         stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
-        for aval in made
+        for aval in results
     ]
     if primitive.multiple_results:
         return outs
@@ -163,10 +163,10 @@ def put(value, where):
         value.use()
         moves.count(value, target)
     born = arrays.latest([value])
-    made = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
+    array = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
     if counters.is_counter(aval):
-        made.known = counters.of(value)
-    return made
+        array.known = counters.of(value)
+    return array
 
 
 def patch_put(dispatch):
@@ -183,18 +183,18 @@ def patch_put(dispatch):
         if not any(wanted):
             with bridge.Cpu():
                 return real(*values, devices=devices, **kwargs)
-        made = []
+        outs = []
         for index, (value, where) in enumerate(zip(values, devices, strict=True)):
             if wanted[index]:
-                made.append(put(value, where))
+                outs.append(put(value, where))
             else:
-                one = {
-                    name: [given[index]] if isinstance(given, (list, tuple)) else given
-                    for name, given in kwargs.items()
+                options = {
+                    name: [option[index]] if isinstance(option, (list, tuple)) else option
+                    for name, option in kwargs.items()
                 }
                 with bridge.Cpu():
-                    made.extend(real(value, devices=[where], **one))
-        return made
+                    outs.extend(real(value, devices=[where], **options))
+        return outs
 
     dispatch._batched_device_put_impl = impl
 
@@ -236,10 +236,10 @@ def patch_array(module):
             if global_shape is None or one_shape
             else tree.flatten_up_to(global_shape)
         )
-        made = []
+        outs = []
         for leaf, place, shape in zip(leaves, places, shapes, strict=True):
-            made.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
-        return tree_util.tree_unflatten(tree, made)
+            outs.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
+        return tree_util.tree_unflatten(tree, outs)
 
     def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):
         if not bridge.on_slice(sharding):
@@ -252,16 +252,16 @@ def patch_array(module):
     module.make_array_from_single_device_arrays = make_array_from_single_device_arrays
 
 
-def whole_shape(own, sharding, given):
+def whole_shape(own, sharding, shape):
     """Shape of an array of which each process has a part: as given, else as many parts as its sharding has processes."""
     from jax._src import sharding_impls
 
     own = tuple(own)
-    if given is None:
+    if shape is None:
         if bridge.num_processes() == 1:
             return own
-        given = sharding_impls.local_to_global_shape(sharding, own)
-    return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(given))
+        shape = sharding_impls.local_to_global_shape(sharding, own)
+    return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(shape))
 
 
 def array_of(shape, dtype, sharding, buffer=None):
@@ -305,15 +305,15 @@ def _belongs_to_slice(args, params):
     if any(map(arrays.is_slice_array, args)):
         return True
     jaxpr = params["jaxpr"]
-    for one in (*params["in_shardings"], *params["out_shardings"]):
-        if bridge.is_sharding(one) and bridge.on_slice(one):
+    for where in (*params["in_shardings"], *params["out_shardings"]):
+        if bridge.is_sharding(where) and bridge.on_slice(where):
             return True
     if bridge.mesh_on_slice(params.get("ctx_mesh")):
         return True
-    asked = _asked_device()
-    if asked is not None and not isinstance(asked, str):
-        return bridge.is_slice_device(asked)
-    if any(getattr(one, "_committed", False) for one in args):
+    default = _asked_device()
+    if default is not None and not isinstance(default, str):
+        return bridge.is_slice_device(default)
+    if any(getattr(arg, "_committed", False) for arg in args):
         return False
     if not is_own(jaxpr):
         return True
@@ -344,9 +344,9 @@ def jit_call(args, params):
     born = calls.record(call)
     call.donate()
     born = arrays.latest(args) if born is None else born
-    for one in filter(arrays.is_slice_array, outs):
-        one.born = born
-        memory.made_by(one.buffer, born)
+    for out in filter(arrays.is_slice_array, outs):
+        out.born = born
+        memory.made_by(out.buffer, born)
     return outs
 
 
@@ -369,11 +369,11 @@ def patch_stages(stages):
     def lower(self, *args, **kwargs):
         if kwargs.get("lowering_platforms") is None:
             kwargs["lowering_platforms"] = ("tpu",)
-        made = real_lower(self, *args, **kwargs)
+        lowered = real_lower(self, *args, **kwargs)
         with contextlib.suppress(AttributeError, TypeError):
-            given = getattr(self, "_params", {}).get("in_shardings", ())
-            _bodies[made._lowering] = {"jaxpr": self.jaxpr, "in_shardings": given}
-        return made
+            in_shardings = getattr(self, "_params", {}).get("in_shardings", ())
+            _bodies[lowered._lowering] = {"jaxpr": self.jaxpr, "in_shardings": in_shardings}
+        return lowered
 
     @functools.wraps(real_compile)
     def compile(self, *args, **kwargs):

@@ -39,7 +39,7 @@ def open_loops(jaxpr, mesh=None):
     ``source`` is the line of the loop, empty where its trips are none of a line's: of a kernel's grid and in branches;
     ``times`` how often it runs in one run of what holds it, ``flops`` those of one trip without the ``loops`` inside.
     """
-    found = []
+    loops = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         if _is_open(eqn):
@@ -47,17 +47,17 @@ def open_loops(jaxpr, mesh=None):
             if once > 0:
                 inner = []
                 if name == "while":
-                    inner = [one for body in _bodies(params) for one in open_loops(body, mesh)]
+                    inner = [loop for body in _bodies(params) for loop in open_loops(body, mesh)]
                 own = once - sum(map(_once, inner))
                 source = _line(eqn) if name == "while" else ""
-                found.append({"source": source, "times": 1.0, "flops": own, "loops": inner})
+                loops.append({"source": source, "times": 1.0, "flops": own, "loops": inner})
             continue
         held = _manual(params, mesh) if name == "shard_map" else mesh
         for body in _bodies(params):
-            for one in open_loops(body, held):
-                source = "" if name == "cond" else one["source"]
-                found.append({**one, "source": source, "times": one["times"] * _times(eqn)})
-    return found
+            for loop in open_loops(body, held):
+                source = "" if name == "cond" else loop["source"]
+                loops.append({**loop, "source": source, "times": loop["times"] * _times(eqn)})
+    return loops
 
 
 def _once(loop):
@@ -69,10 +69,10 @@ def _line(eqn):
     try:
         from jax._src import source_info_util
 
-        found = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+        match = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
     except Exception:
         return ""
-    return f"{os.path.basename(found[1])}:{found[2]}" if found else ""
+    return f"{os.path.basename(match[1])}:{match[2]}" if match else ""
 
 
 def _is_open(eqn):
@@ -93,17 +93,17 @@ def _manual(params, mesh):
     sizes = dict(params["mesh"].shape)
     manual = params.get("newly_manual_axes") or params.get("manual_axes")
     manual = manual or set(sizes) - set(params.get("auto") or ())
-    outer, told = mesh or ({}, True)
+    outer, varies = mesh or ({}, True)
     split = {name: sizes[name] for name in manual}
-    return {**outer, **split}, told and bool(params.get("check_vma"))
+    return {**outer, **split}, varies and bool(params.get("check_vma"))
 
 
 def _devices(eqn, mesh):
     """Devices of a shard_map that each compute something else; one of those that compute alike counts."""
     if mesh is None:
         return 1.0
-    sizes, told = mesh
-    varying = _varying(eqn.outvars[0].aval) if told else None
+    sizes, varies = mesh
+    varying = _varying(eqn.outvars[0].aval) if varies else None
     return _size(size for name, size in sizes.items() if varying is None or name in varying)
 
 
@@ -140,7 +140,7 @@ def _of(eqn, mesh=None):
             inner = sum(of_jaxpr(body) for body in _bodies(params))
             return _times(eqn) * inner * _devices(eqn, mesh)
         if name == "cond":
-            return max(of_jaxpr(_body(one), mesh) for one in params["branches"])
+            return max(of_jaxpr(_body(branch), mesh) for branch in params["branches"])
         held = _manual(params, mesh) if name == "shard_map" else mesh
     except Exception:
         return 0.0
@@ -149,8 +149,8 @@ def _of(eqn, mesh=None):
 
 def _bodies(params):
     for value in params.values():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            body = _body(one)
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            body = _body(part)
             if hasattr(body, "eqns"):
                 yield body
 

@@ -40,8 +40,8 @@ class Client:
 
     def key_value_try_get_bytes(self, key):
         """A value in bytes."""
-        found = self.key_value_try_get(key)
-        return found if isinstance(found, bytes) else found.encode()
+        text = self.key_value_try_get(key)
+        return text if isinstance(text, bytes) else text.encode()
 
     def blocking_key_value_get(self, key, timeout_in_ms=0):
         """A value, at once."""
@@ -54,15 +54,15 @@ class Client:
     def key_value_dir_get(self, key):
         """Values below a key."""
         with self._lock:
-            return [(one, value) for one, value in self._kept.items() if one.startswith(key)]
+            return [(name, value) for name, value in self._kept.items() if name.startswith(key)]
 
     key_value_dir_get_bytes = key_value_dir_get
 
     def key_value_delete(self, key):
         """Forgets a value, and those below it."""
         with self._lock:
-            for one in [one for one in self._kept if one == key or one.startswith(f"{key}/")]:
-                del self._kept[one]
+            for name in [name for name in self._kept if name == key or name.startswith(f"{key}/")]:
+                del self._kept[name]
 
     def key_value_increment(self, key, increment=1):
         """A counter, raised."""
@@ -113,10 +113,10 @@ def _process_allgather(in_tree, tiled=False):
     import jax
     import numpy as np
 
-    def gathered(one):
-        if arrays.is_slice_array(one) and not one.is_fully_addressable:
-            return np.asarray(one)
-        value = np.asarray(one)
+    def gathered(leaf):
+        if arrays.is_slice_array(leaf) and not leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        value = np.asarray(leaf)
         copies = [value] * bridge.num_processes()
         if len(copies) == 1 and tiled:
             return value
@@ -133,7 +133,7 @@ def _over(tree, mesh, pspecs, convert):
 
     leaves, form = jax.tree.flatten(tree)
     specs = flatten_axes("input pspecs", form, pspecs, tupled_args=False)
-    wheres = [NamedSharding(mesh, PartitionSpec() if one is None else one) for one in specs]
+    wheres = [NamedSharding(mesh, PartitionSpec() if spec is None else spec) for spec in specs]
     return jax.tree.unflatten(form, map(convert, leaves, wheres))
 
 

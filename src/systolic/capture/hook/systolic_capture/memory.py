@@ -90,31 +90,34 @@ def _added_up():
 def beside(values):
     """Bytes that arrays hold on a device beside some, by place; views of one array count once."""
     held = _added_up()
-    for one in {one.buffer.number: one.buffer for one in values if one.buffer}.values():
-        if not one.is_free:
-            held[one.place] = held.get(one.place, 0) - one.part_bytes
+    buffers = {value.buffer.number: value.buffer for value in values if value.buffer}
+    for buffer in buffers.values():
+        if not buffer.is_free:
+            held[buffer.place] = held.get(buffer.place, 0) - buffer.part_bytes
     for place, size in _small.items():
         held[place] = held.get(place, 0) + size
     return {place: size for place, size in held.items() if size > 0}
 
 
-def count_small(given):
+def count_small(excepted):
     """Counts the arrays that were computed since they are small, which would lie on the first device of the slice.
 
     Args:
-        given: Ids of the objects that a call takes, which are no part of what is beside it.
+        excepted: Ids of the objects that a call takes, which are no part of what is beside it.
     """
     import jax
 
     from systolic_capture import bridge
 
-    found = [
-        one.nbytes
-        for one in jax.live_arrays("cpu")
-        if id(one) not in given and not one.is_deleted() and not getattr(one, "_committed", True)
+    sizes = [
+        array.nbytes
+        for array in jax.live_arrays("cpu")
+        if id(array) not in excepted
+        and not array.is_deleted()
+        and not getattr(array, "_committed", True)
     ]
     first = bridge.slice_devices()[0]
-    _small[frozenset((first.id,)), "device"] = sum(found)
+    _small[frozenset((first.id,)), "device"] = sum(sizes)
 
 
 def made_by(buffer, call):
@@ -126,12 +129,12 @@ def made_by(buffer, call):
 
 def joined(parts):
     """The buffer of an array that is made of parts, which become it: the one that all are views of; None of one of its own."""
-    found = {one.buffer.number: one.buffer for one in parts if getattr(one, "buffer", None)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    for one in found.values():
-        if len(one.place[0]) == 1:
-            one.free()
+    buffers = {part.buffer.number: part.buffer for part in parts if getattr(part, "buffer", None)}
+    if len(buffers) == 1:
+        return next(iter(buffers.values()))
+    for buffer in buffers.values():
+        if len(buffer.place[0]) == 1:
+            buffer.free()
     return None
 
 
@@ -142,11 +145,11 @@ def largest(number, excepted):
         number: How many.
         excepted: Numbers of buffers that are left out.
     """
-    found = [facts for at, facts in list(_alive.items()) if at not in excepted]
-    found.sort(key=lambda facts: -facts[1])
+    arrays = [facts for at, facts in list(_alive.items()) if at not in excepted]
+    arrays.sort(key=lambda facts: -facts[1])
     return [
         {"shape": list(shape), "dtype": dtype, "bytes": size, "memory": place[1], "born": born}
-        for place, size, shape, dtype, born in found[:number]
+        for place, size, shape, dtype, born in arrays[:number]
     ]
 
 
@@ -165,14 +168,14 @@ def on_devices(held, devices, others, host_of):
     """
     on_device, on_host = {}, {}
     for (ids, kind), size in held.items():
-        for one in ids:
+        for device in ids:
             if kind in HOST:
-                on_host[host_of[one]] = on_host.get(host_of[one], 0) + size
+                on_host[host_of[device]] = on_host.get(host_of[device], 0) + size
             else:
-                on_device[one] = on_device.get(one, 0) + size
-    found = {
-        "bytes": max((on_device.get(one, 0) for one in devices), default=0),
-        "other_bytes": max((on_device.get(one, 0) for one in others), default=0),
+                on_device[device] = on_device.get(device, 0) + size
+    most = {
+        "bytes": max((on_device.get(device, 0) for device in devices), default=0),
+        "other_bytes": max((on_device.get(device, 0) for device in others), default=0),
         "host_bytes": max(on_host.values(), default=0),
     }
-    return {name: size if size >= LEAST_BYTES else 0 for name, size in found.items()}
+    return {name: size if size >= LEAST_BYTES else 0 for name, size in most.items()}

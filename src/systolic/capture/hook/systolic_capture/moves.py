@@ -22,11 +22,11 @@ def count(value, target):
     shape = tuple(value.shape)
     itemsize = getattr(value.dtype, "itemsize", 4)
     try:
-        found = _bytes(value.sharding, target, shape, itemsize)
+        moved = _bytes(value.sharding, target, shape, itemsize)
     except Exception:  # shardings that do not divide the array
         return
-    if any(found):
-        for at, size in enumerate((*found, 1)):
+    if any(moved):
+        for at, size in enumerate((*moved, 1)):
             _total[at] += size
 
 
@@ -34,7 +34,7 @@ def count(value, target):
 def _bytes(source, target, shape, itemsize):
     """The most bytes that one device gets or gives away, by :data:`KINDS`."""
     had = {device: _box(index, shape) for device, index in _map(source, shape)}
-    on_host = [memory.is_on_host(one) for one in (source, target)]
+    on_host = [memory.is_on_host(where) for where in (source, target)]
     host = devices = slices = 0
     own_slices = {_slice(device) for device in had}
     for device, index in _map(target, shape):
@@ -60,7 +60,7 @@ def _slice(device):
 
 def _box(index, shape):
     """Begin and end of a part along each dim."""
-    return [one.indices(dim)[:2] for one, dim in zip(index, shape, strict=True)]
+    return [part.indices(dim)[:2] for part, dim in zip(index, shape, strict=True)]
 
 
 def _size(box):

@@ -20,12 +20,12 @@ def patch(jax):
     source_info_util.register_exclusion(__file__)
     if hasattr(jax, "pmap"):
         jax.pmap = _pmap_of(jax.pmap)
-    for name, made in (
+    for name, placing in (
         ("device_put_replicated", _replicated),
         ("device_put_sharded", _sharded),
     ):
         if name in vars(jax) or name in getattr(jax, "_deprecations", {}):
-            setattr(jax, name, made)
+            setattr(jax, name, placing)
 
 
 def _pmap_of(real):
@@ -68,15 +68,15 @@ class Pmapped:
         from jax import tree_util
         from jax._src.api_util import flatten_axes
 
-        given, leaves = self._prepared(args, kwargs)
-        outs, tree = tree_util.tree_flatten(given.jitted(*leaves))
+        call, leaves = self._prepared(args, kwargs)
+        outs, tree = tree_util.tree_flatten(call.jitted(*leaves))
         axes = flatten_axes("pmap out_axes", tree, self._out_axes)
-        return tree_util.tree_unflatten(tree, map(given.own, outs, axes))
+        return tree_util.tree_unflatten(tree, map(call.own, outs, axes))
 
     def lower(self, *args, **kwargs):
         """The call lowered, over all devices."""
-        given, leaves = self._prepared(args, kwargs)
-        return given.jitted.lower(*leaves)
+        call, leaves = self._prepared(args, kwargs)
+        return call.jitted.lower(*leaves)
 
     def _prepared(self, args, kwargs):
         """The jitted function for some arguments, and their leaves over all devices."""
@@ -84,29 +84,31 @@ class Pmapped:
         from jax._src.api_util import flatten_axes
 
         static = {index: args[index] for index in self._static if index < len(args)}
-        dynamic = tuple(one for index, one in enumerate(args) if index not in static)
+        dynamic = tuple(arg for index, arg in enumerate(args) if index not in static)
         in_axes = self._in_axes
         if isinstance(in_axes, (tuple, list)):
-            in_axes = tuple(one for index, one in enumerate(in_axes) if index not in static)
+            in_axes = tuple(axis for index, axis in enumerate(in_axes) if index not in static)
         leaves, tree = tree_util.tree_flatten((dynamic, kwargs))
         axes = tuple(flatten_axes("pmap in_axes", tree, (in_axes, 0)))
         devices = self._taken(leaves, axes)
         key = (tree, axes, len(devices), tuple((k, _hashed(v)) for k, v in static.items()))
         if key not in self._made:
             positions = [index for index in range(len(args)) if index not in static]
-            sizes = [tree_util.tree_structure(one).num_leaves for one in dynamic]
+            sizes = [tree_util.tree_structure(arg).num_leaves for arg in dynamic]
             owners = np.repeat(positions, sizes) if positions else []
             donated = tuple(n for n, index in enumerate(owners) if int(index) in self._donated)
             self._made[key] = _PmapCall(self, tree, axes, static, donated, devices)
-        given = self._made[key]
-        return given, list(map(given.whole, leaves, axes))
+        call = self._made[key]
+        return call, list(map(call.whole, leaves, axes))
 
     def _taken(self, leaves, axes):
         """The devices that the mapped axis takes."""
         devices = list(self._devices or bridge.slice_devices())
         own = sum(map(bridge.is_local, devices))
         sizes = {
-            np.shape(one)[axis] for one, axis in zip(leaves, axes, strict=True) if axis is not None
+            np.shape(leaf)[axis]
+            for leaf, axis in zip(leaves, axes, strict=True)
+            if axis is not None
         }
         if len(sizes) != 1:
             raise ValueError(
@@ -126,21 +128,21 @@ class Pmapped:
         from jax._src.api_util import flatten_axes
 
         ones = [
-            one if axis is None else jax.lax.squeeze(one, [axis])
-            for one, axis in zip(blocks, axes, strict=True)
+            block if axis is None else jax.lax.squeeze(block, [axis])
+            for block, axis in zip(blocks, axes, strict=True)
         ]
         dynamic, kwargs = tree_util.tree_unflatten(tree, ones)
         args = list(dynamic)
         for index in sorted(static):
             args.insert(index, static[index])
         outs, out_tree = tree_util.tree_flatten(self._function(*args, **kwargs))
-        made = [
-            jax.numpy.asarray(one) if axis is None else jax.numpy.expand_dims(one, axis)
-            for one, axis in zip(
+        stacked = [
+            jax.numpy.asarray(out) if axis is None else jax.numpy.expand_dims(out, axis)
+            for out, axis in zip(
                 outs, flatten_axes("pmap out_axes", out_tree, self._out_axes), strict=True
             )
         ]
-        return tree_util.tree_unflatten(out_tree, made)
+        return tree_util.tree_unflatten(out_tree, stacked)
 
 
 class _PmapCall:
@@ -151,9 +153,9 @@ class _PmapCall:
         from jax.sharding import Mesh
 
         self.mesh = Mesh(np.array(devices), (of._name,))
-        self._own_devices = [one for one in devices if bridge.is_local(one)]
+        self._own_devices = [device for device in devices if bridge.is_local(device)]
         mapped, unchecked = _shard_map(jax)
-        out_specs = jax.tree.map(self._spec, of._out_axes, is_leaf=lambda one: one is None)
+        out_specs = jax.tree.map(self._spec, of._out_axes, is_leaf=lambda axis: axis is None)
         on_all = mapped(
             lambda *blocks: of.body(tree, axes, static, blocks),
             mesh=self.mesh,
@@ -207,12 +209,12 @@ def _over(value, axis, sharding, size):
     if axis is not None:
         shape[axis] = size
     buffer = value.buffer if arrays.is_slice_array(value) else None
-    made = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding, buffer=buffer)
+    array = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding, buffer=buffer)
     if arrays.is_slice_array(value):
-        made.serial, made.born = value.serial, value.born
-    if counters.is_counter(made.aval):
-        made.known = counters.of(value)
-    return made
+        array.serial, array.born = value.serial, value.born
+    if counters.is_counter(array.aval):
+        array.known = counters.of(value)
+    return array
 
 
 def _shard_map(jax):
@@ -224,10 +226,10 @@ def _shard_map(jax):
     return shard_map, {"check_rep": False}
 
 
-def _numbers(given):
-    if given is None:
+def _numbers(numbers):
+    if numbers is None:
         return ()
-    return (given,) if isinstance(given, int) else tuple(given)
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
 def _hashed(value):
@@ -255,7 +257,7 @@ def _replicated(x, devices):
     """``jax.device_put_replicated``."""
     import jax
 
-    return jax.tree.map(lambda one: _placed(np.shape(one), _dtype(one), devices), x)
+    return jax.tree.map(lambda leaf: _placed(np.shape(leaf), _dtype(leaf), devices), x)
 
 
 def _sharded(shards, devices):

@@ -45,7 +45,7 @@ def _frames():
 def _saves():
     for frame in _frames():
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith(tuple(f"{one}." for one in MODULES)) or module in MODULES:
+        if module.startswith(tuple(f"{package}." for package in MODULES)) or module in MODULES:
             return True
         if any(word in frame.f_code.co_name.lower() for word in WORDS):
             return True

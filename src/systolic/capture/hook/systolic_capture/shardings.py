@@ -40,10 +40,10 @@ def names_slice(jaxpr):
 
     body = inner(jaxpr).jaxpr
     try:
-        found = dispatch.get_intermediate_shardings(body)
+        places = dispatch.get_intermediate_shardings(body)
     except Exception:
         return False
-    return any(bridge.on_slice(one[0]) for one in found)
+    return any(bridge.on_slice(place[0]) for place in places)
 
 
 def concrete_mesh(jaxpr):
@@ -51,12 +51,12 @@ def concrete_mesh(jaxpr):
     from jax._src import dispatch
 
     try:
-        found = dispatch.get_intermediate_shardings(inner(jaxpr).jaxpr)
+        places = dispatch.get_intermediate_shardings(inner(jaxpr).jaxpr)
     except Exception:
         return None
-    for one, _ in found:
-        if bridge.on_slice(one) and hasattr(one, "mesh"):
-            return one.mesh
+    for sharding, _ in places:
+        if bridge.on_slice(sharding) and hasattr(sharding, "mesh"):
+            return sharding.mesh
     return None
 
 
@@ -77,13 +77,13 @@ def typed(aval, mesh):
     """The sharding that an aval has as its type on a mesh; None without one."""
     from jax.sharding import NamedSharding
 
-    found = getattr(aval, "sharding", None)
-    inside = getattr(found, "mesh", None)
-    if mesh is None or found is None or inside is None or getattr(inside, "empty", True):
+    declared = getattr(aval, "sharding", None)
+    inside = getattr(declared, "mesh", None)
+    if mesh is None or declared is None or inside is None or getattr(inside, "empty", True):
         return None
     if not getattr(inside, "_any_axis_explicit", False):
         return None
-    return NamedSharding(mesh, found.spec)
+    return NamedSharding(mesh, declared.spec)
 
 
 def mesh_of(values):
@@ -103,18 +103,18 @@ def replicated(mesh):
 
 def of_operation(aval, args, mesh, first_device):
     """Sharding of the result of an operation outside of jit, and whether it is committed."""
-    given = [one for one in args if arrays.is_slice_array(one)]
-    mesh = mesh_of(given) or mesh
-    found = typed(aval, mesh)
-    if found is not None:
-        return found, True
-    committed = any(one._committed for one in given)
-    for one in sorted(given, key=lambda one: not one._committed):
-        if one.shape == aval.shape:
-            return one.sharding, one._committed
+    taken = [arg for arg in args if arrays.is_slice_array(arg)]
+    mesh = mesh_of(taken) or mesh
+    declared = typed(aval, mesh)
+    if declared is not None:
+        return declared, True
+    committed = any(arg._committed for arg in taken)
+    for arg in sorted(taken, key=lambda arg: not arg._committed):
+        if arg.shape == aval.shape:
+            return arg.sharding, arg._committed
     if mesh is not None:
         return replicated(mesh), committed
-    return (given[0].sharding if given else first_device()), committed
+    return (taken[0].sharding if taken else first_device()), committed
 
 
 def of_results(args, params, mesh, first_device, compiled):
@@ -131,23 +131,23 @@ def of_results(args, params, mesh, first_device, compiled):
     avals = body.outvars_avals()
     mesh = mesh or mesh_of(args) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
     known = [
-        one.sharding if arrays.is_slice_array(one) and one._committed else None for one in args
+        arg.sharding if arrays.is_slice_array(arg) and arg._committed else None for arg in args
     ]
-    for index, one in enumerate(params["in_shardings"]):
-        if bridge.is_sharding(one) and bridge.on_slice(one):
-            known[index] = one
+    for index, place in enumerate(params["in_shardings"]):
+        if bridge.is_sharding(place) and bridge.on_slice(place):
+            known[index] = place
     inside = flow(params["jaxpr"], known)
-    if mesh is None and not any(one is not None for one in known):
+    if mesh is None and not any(place is not None for place in known):
         return [(first_device(), False) for _ in avals]
     if mesh is None:
-        single = next(one for one in known if one is not None)
+        single = next(place for place in known if place is not None)
         return [(single, True) for _ in avals]
     places = alike(args, known)
     answer = []
     for index, aval in enumerate(avals):
-        given = params["out_shardings"][index]
+        declared = params["out_shardings"][index]
         like = next_alike(places, aval)
-        where = _concrete(given, mesh) or typed(aval, mesh) or inside[index] or like
+        where = _concrete(declared, mesh) or typed(aval, mesh) or inside[index] or like
         if where is None and not getattr(aval, "shape", ()):
             where = replicated(mesh)
         answer.append(where)
@@ -177,9 +177,9 @@ def _is_large(aval):
 
 
 def _given_mesh(params):
-    for one in (*params["out_shardings"], *params["in_shardings"]):
-        if bridge.on_slice(one) and hasattr(one, "mesh"):
-            return one.mesh
+    for where in (*params["out_shardings"], *params["in_shardings"]):
+        if bridge.on_slice(where) and hasattr(where, "mesh"):
+            return where.mesh
     return None
 
 
@@ -196,11 +196,11 @@ def _concrete(sharding, mesh):
 
 def alike(args, known):
     """Shardings of arguments by shape and dtype, in their order."""
-    found = {}
-    for one, where in zip(args, known, strict=True):
+    places = {}
+    for arg, where in zip(args, known, strict=True):
         if where is not None:
-            found.setdefault((tuple(one.shape), str(one.dtype)), []).append(where)
-    return {key: [list(all_), 0] for key, all_ in found.items()}
+            places.setdefault((tuple(arg.shape), str(arg.dtype)), []).append(where)
+    return {key: [list(all_), 0] for key, all_ in places.items()}
 
 
 def next_alike(places, aval):
@@ -208,9 +208,9 @@ def next_alike(places, aval):
     entry = places.get((tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", ""))))
     if entry is None:
         return None
-    found, used = entry
+    wheres, used = entry
     entry[1] += 1
-    return found[min(used, len(found) - 1)]
+    return wheres[min(used, len(wheres) - 1)]
 
 
 def flow(jaxpr, known):
@@ -240,19 +240,19 @@ def flow(jaxpr, known):
 def _through(eqn, ins):
     name, params = eqn.primitive.name, eqn.params
     if name == "sharding_constraint":
-        found = params["sharding"]
-        inside = getattr(found, "mesh", None)
+        constraint = params["sharding"]
+        inside = getattr(constraint, "mesh", None)
         if inside is not None and not bridge.is_concrete(inside):
-            mesh = next((one.mesh for one in ins if hasattr(one, "mesh")), None) or _context()
-            return [None if mesh is None else _concrete(found, mesh)]
-        return [found if bridge.on_slice(found) else None]
+            mesh = next((where.mesh for where in ins if hasattr(where, "mesh")), None) or _context()
+            return [None if mesh is None else _concrete(constraint, mesh)]
+        return [constraint if bridge.on_slice(constraint) else None]
     if name in ("pjit", "jit"):
-        given = [
-            one if bridge.is_sharding(one) and bridge.on_slice(one) else None
-            for one in params["out_shardings"]
+        declared = [
+            where if bridge.is_sharding(where) and bridge.on_slice(where) else None
+            for where in params["out_shardings"]
         ]
-        made = flow(params["jaxpr"], ins)
-        return [one or other for one, other in zip(given, made, strict=False)]
+        flowed = flow(params["jaxpr"], ins)
+        return [where or other for where, other in zip(declared, flowed, strict=False)]
     if name == "scan":
         if "ft_in" in params:  # since jax 0.12
             consts, carry, _ = params["ft_in"].unpack()
@@ -291,8 +291,8 @@ def _of_shards(params, index):
 def _context():
     from jax._src import mesh
 
-    found = mesh.get_concrete_mesh() if hasattr(mesh, "get_concrete_mesh") else None
-    return found if found is not None and bridge.mesh_on_slice(found) else None
+    current = mesh.get_concrete_mesh() if hasattr(mesh, "get_concrete_mesh") else None
+    return current if current is not None and bridge.mesh_on_slice(current) else None
 
 
 def _same_shape(eqn, ins, var):

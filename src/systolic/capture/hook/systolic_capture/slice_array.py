@@ -58,7 +58,7 @@ class SliceArray(_Array):
     @property
     def addressable_shards(self):
         """Parts of this process's devices."""
-        return [one for one in self.global_shards if bridge.is_local(one.device)]
+        return [shard for shard in self.global_shards if bridge.is_local(shard.device)]
 
     @property
     def global_shards(self):
@@ -153,9 +153,9 @@ class SliceArray(_Array):
 
     def __copy__(self):
         self.use()
-        made = type(self)(self.aval, self._sharding, self._committed, self.born)
-        made.known = self.known
-        return made
+        copy = type(self)(self.aval, self._sharding, self._committed, self.born)
+        copy.known = self.known
+        return copy
 
     def __deepcopy__(self, memo):
         return self.__copy__()
@@ -179,9 +179,9 @@ class SliceArray(_Array):
 
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
-        made = type(self)(self.aval, self._sharding, self._committed, self.born, buffer=False)
-        made.serial = self.serial
-        return made
+        bare = type(self)(self.aval, self._sharding, self._committed, self.born, buffer=False)
+        bare.serial = self.serial
+        return bare
 
     def is_deleted(self):
         """Whether the program deleted or donated it."""
@@ -218,14 +218,14 @@ class _Shard:
         """The part, as an array of one device."""
         whole = self._whole
         shape = whole.sharding.shard_shape(whole.shape)
-        made = SliceArray(
+        part = SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
             born=whole.born,
             buffer=whole.buffer,
         )
-        made.known = whole.known
-        return made
+        part.known = whole.known
+        return part
 
 
 def _format(sharding):

@@ -131,8 +131,8 @@ def _before_evaluation(sequence, length):
 def _fills(sequence, takers, key, kinds):
     """Whether a cycle of calls does little beside the calls after it, as what fills a buffer for the steps does."""
     flops = {entry.call.key: entry.call.flops for entry in sequence}
-    cycle = [one for one in _reached(takers, key) if key in _reached(takers, one)]
-    return sum(flops[one] for one in cycle) < BESIDE * sum(flops[one] for one in kinds)
+    cycle = [other for other in _reached(takers, key) if key in _reached(takers, other)]
+    return sum(flops[other] for other in cycle) < BESIDE * sum(flops[other] for other in kinds)
 
 
 def _small(sequence, length):
@@ -203,11 +203,11 @@ def _chain(sequence, length):
     kinds = dict.fromkeys(sequence[n].call.key for part in parts for n in part)
     rare, step = [], [*groups[-2]]
     for key in kinds:
-        found = [[n for n in part if sequence[n].call.key == key] for part in parts]
-        if len({len(part) for part in found}) == 1:
-            step += found[-2]
+        numbers = [[n for n in part if sequence[n].call.key == key] for part in parts]
+        if len({len(part) for part in numbers}) == 1:
+            step += numbers[-2]
         else:
-            rare.append(found)
+            rare.append(numbers)
     if not rare:
         return CalledStep(sorted(step)) if len(step) < length else None
     return _sorted_out(sequence, sorted(step), rare)
@@ -223,13 +223,13 @@ def _sorted_out(sequence, step, rare):
     times = len(rare[0])
     least = BESIDE * times * sum(sequence[n].call.flops for n in step)
     periodic, skipped = [], 0
-    for found in rare:
-        calls = sum(map(len, found))
-        number = max(n for part in found for n in part)
+    for parts in rare:
+        calls = sum(map(len, parts))
+        number = max(n for part in parts for n in part)
         if calls * sequence[number].call.flops < least:
             skipped += calls
             continue
-        visits = sum(map(bool, found))
+        visits = sum(map(bool, parts))
         periodic.append((number, calls / visits, times / visits))
     return CalledStep(step, periodic, skipped, times)
 
@@ -239,34 +239,34 @@ def _main(sequence, length):
     end = len(sequence)
     takers = _takers(sequence, range(end - length, end), end - 2 * length)
     behind = {key: _reached(takers, key) for key in takers}
-    cyclic = {key for key, found in behind.items() if key in found}
+    cyclic = {key for key, keys in behind.items() if key in keys}
     # Not what another cycle is the source of: an evaluation that adds up its own results.
     first = {
         key
         for key in cyclic
         if all(other in behind[key] for other in cyclic if key in behind[other])
     }
-    return first | {key for key, found in behind.items() if found & first}
+    return first | {key for key, keys in behind.items() if keys & first}
 
 
 def _takers(sequence, numbers, first=0):
     """For each kind of call those that take what it made since the call ``first``."""
-    found = {}
+    keys = {}
     for number in numbers:
         for born in sequence[number].links[1]:
             if born >= first:
-                found.setdefault(sequence[born].call.key, set()).add(sequence[number].call.key)
-    return found
+                keys.setdefault(sequence[born].call.key, set()).add(sequence[number].call.key)
+    return keys
 
 
 def _reached(takers, key):
-    found, todo = set(), [key]
+    reached, todo = set(), [key]
     while todo:
         for other in takers.get(todo.pop(), ()):
-            if other not in found:
-                found.add(other)
+            if other not in reached:
+                reached.add(other)
                 todo.append(other)
-    return found
+    return reached
 
 
 def _cycle(keys):

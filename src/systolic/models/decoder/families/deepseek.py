@@ -198,7 +198,7 @@ def latents(model: Decoder, path: str, layers: Layers, *, interleaved: bool) -> 
     query = "q_b_proj" if q else "q_proj"
     shape = (q or d, h, sizes.query_dim)
     down = (d, r + sizes.qk_rope_head_dim)
-    found = [
+    rules = [
         turned(f"{ours}/query", f"{there}{query}.weight", shape, sizes.qk_nope_head_dim),
         turned(f"{ours}/down", f"{there}kv_a_proj_with_mqa.weight", down, r),
         plain(f"{ours}/norm/scale", f"{there}kv_a_layernorm.weight", layers),
@@ -206,11 +206,11 @@ def latents(model: Decoder, path: str, layers: Layers, *, interleaved: bool) -> 
         matrix(f"{path}/out", f"{there}o_proj.weight", (h, sizes.v_head_dim, d), 2, layers),
     ]
     if q:
-        found += [
+        rules += [
             matrix(f"{ours}/query_down", f"{there}q_a_proj.weight", (d, q), stack=layers),
             plain(f"{ours}/query_norm/scale", f"{there}q_a_layernorm.weight", layers),
         ]
-    return found
+    return rules
 
 
 def _conversion(config: Config, model: Decoder, *, interleaved: bool) -> Conversion:

@@ -30,19 +30,19 @@ def kinds_of_layers(model: Decoder) -> dict[str, Layers]:
     else:
         mixtures = range(model.dense_layers, model.layers)
     dense = [number for number in range(model.layers) if number not in mixtures]
-    found: dict[str, Layers] = {"blocks": {"layer": mixtures}}
-    return found | ({"dense_blocks": {"layer": dense}} if dense else {})
+    stacks: dict[str, Layers] = {"blocks": {"layer": mixtures}}
+    return stacks | ({"dense_blocks": {"layer": dense}} if dense else {})
 
 
 def ends(model: Decoder) -> list[Rule]:
     """Rules for the embeddings and the last norm."""
-    found = [
+    rules = [
         plain("embedding", "model.embed_tokens.weight"),
         plain("norm/scale", "model.norm.weight"),
     ]
     if not model.tie_embeddings:
-        found.append(matrix("unembedding", "lm_head.weight", (model.d_model, model.vocab)))
-    return found
+        rules.append(matrix("unembedding", "lm_head.weight", (model.d_model, model.vocab)))
+    return rules
 
 
 def norms(path: str, layers: Layers) -> list[Rule]:
@@ -57,27 +57,27 @@ def attention(model: Decoder, path: str, layers: Layers) -> list[Rule]:
     """Rules for the plain attention of the blocks at ``path``, with its biases, norms and sinks."""
     d, h, k, e = model.d_model, model.heads, model.kv_heads, model.head_dim
     there = f"{LAYER}self_attn."
-    found = [
+    rules = [
         matrix(f"{path}/query", f"{there}q_proj.weight", (d, h, e), stack=layers),
         matrix(f"{path}/key", f"{there}k_proj.weight", (d, k, e), stack=layers),
         matrix(f"{path}/value", f"{there}v_proj.weight", (d, k, e), stack=layers),
         matrix(f"{path}/out", f"{there}o_proj.weight", (h, e, d), inputs=2, stack=layers),
     ]
     if model.qkv_bias:
-        found += [
+        rules += [
             plain(f"{path}/{name}_bias", f"{there}{name[0]}_proj.bias", layers)
             for name in ("query", "key", "value")
         ]
     if model.out_bias:
-        found.append(plain(f"{path}/out_bias", f"{there}o_proj.bias", layers))
+        rules.append(plain(f"{path}/out_bias", f"{there}o_proj.bias", layers))
     if model.qk_norm:
-        found += [
+        rules += [
             plain(f"{path}/query_norm/scale", f"{there}q_norm.weight", layers),
             plain(f"{path}/key_norm/scale", f"{there}k_norm.weight", layers),
         ]
     if model.sinks:
-        found.append(plain(f"{path}/sinks", f"{there}sinks", layers))
-    return found
+        rules.append(plain(f"{path}/sinks", f"{there}sinks", layers))
+    return rules
 
 
 def gated(
@@ -142,9 +142,9 @@ def refuse_quantized(config: Config) -> None:
     Raises:
         OptionError: the configuration says that its weights are quantized.
     """
-    given = config.get("quantization_config")
-    if given:
-        kind = given.get("quant_method", "an unnamed format")
+    quantization = config.get("quantization_config")
+    if quantization:
+        kind = quantization.get("quant_method", "an unnamed format")
         raise OptionError(
             f"quantization_config says that the weights are in {kind} and only plain ones are read; save the model in bfloat16 with transformers (dequantize=True) and import that"
         )
@@ -218,8 +218,8 @@ def required(config: Config, name: str) -> Any:
 
 def all_dim(config: Config) -> float:
     """``mscale_all_dim`` of the rotary embeddings; 0 for none."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return given.get("mscale_all_dim") or 0.0
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return scaling.get("mscale_all_dim") or 0.0
 
 
 def rotary(
@@ -240,41 +240,41 @@ def rotary(
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, Mapping):
             raise OptionError(f"{name} is {config[name]!r}; it takes an object with a rope_type")
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if layers is not None and layers in given:
-        given = given[layers] or {}
-    given = {name: value for name, value in given.items() if value is not None}
-    for fields in (config, given):
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if layers is not None and layers in scaling:
+        scaling = scaling[layers] or {}
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    for fields in (config, scaling):
         if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise OptionError(
                 f"partial_rotary_factor is {fields['partial_rotary_factor']} and only 1 is known"
             )
-    bases = [f["rope_theta"] for f in (given, config) if f.get("rope_theta") is not None]
+    bases = [f["rope_theta"] for f in (scaling, config) if f.get("rope_theta") is not None]
     theta = bases[0] if bases else theta
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
         raise OptionError(f"rope_theta is {theta!r}; it takes a number above 0")
-    name = given.get("rope_type", given.get("type", "default"))
+    name = scaling.get("rope_type", scaling.get("type", "default"))
     if name not in KINDS:
         raise OptionError(
             f"rope_type is {name!r}{misspelt(str(name), KINDS)} and only {', '.join(KINDS)} are known"
         )
     kind = KINDS[name]
-    original = config.get("original_max_position_embeddings") or given.get(
+    original = config.get("original_max_position_embeddings") or scaling.get(
         "original_max_position_embeddings"
     )
     longest = config.get("max_position_embeddings")
-    factor = given.get("factor") or (longest / original if longest and original else 1.0)
-    attention = given.get("attention_factor") or 1
+    factor = scaling.get("factor") or (longest / original if longest and original else 1.0)
+    attention = scaling.get("attention_factor") or 1
     if kind is Stretching.yarn and factor == 1 and attention != 1:
         raise OptionError(
             f"attention_factor is {attention} beside a factor of 1, which stretches nothing, and is known with a larger one only"
         )
     if kind is Stretching.none or factor == 1:
         return theta, RopeScaling()
-    more = {number: given[number] for number in NUMBERS[kind] if number in given}
+    more = {number: scaling[number] for number in NUMBERS[kind] if number in scaling}
     if kind is Stretching.yarn:
         more = {number: value for number, value in more.items() if value}
-        more["truncate"] = given.get("truncate", True)
+        more["truncate"] = scaling.get("truncate", True)
         if "mscale_all_dim" not in more:
             more.pop("mscale", None)
     if kind is not Stretching.linear and (original or longest):
@@ -285,9 +285,9 @@ def rotary(
 def rotary_fields(model: Decoder) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling`` of a config.json, which every version of transformers reads."""
     scaling = model.rope_scaling
-    found: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
+    config: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
     if not scaling:
-        return found
+        return config
     names = {kind: name for name, kind in KINDS.items()}
     fields: dict[str, Any] = {"rope_type": names[scaling.kind], "factor": scaling.factor}
     if scaling.kind is not Stretching.linear:
@@ -304,7 +304,7 @@ def rotary_fields(model: Decoder) -> dict[str, Any]:
     fields |= {name: numbers[name] for name in NUMBERS[scaling.kind] if numbers[name] is not None}
     if scaling.kind is Stretching.yarn:
         fields["truncate"] = scaling.truncate
-    return found | {"rope_scaling": fields}
+    return config | {"rope_scaling": fields}
 
 
 def activation(config: Config, name: str, known: Mapping[str, Mlp] = GATED) -> Mlp:
@@ -377,13 +377,13 @@ def faithful(
     mine, theirs = _meaning(model), _meaning(said)
     away = [name for name in mine if mine[name] != theirs[name]]
     if away:
-        told = {name: (_shown(model, mine, name), _shown(said, theirs, name)) for name in away}
+        shown = {name: (_shown(model, mine, name), _shown(said, theirs, name)) for name in away}
         # Fields that mean something together differ together, also where a value is the same.
-        seen = [name for name, (ours, other) in told.items() if ours != other] or away
+        seen = [name for name, (ours, other) in shown.items() if ours != other] or away
         raise UnsaidError(
             written["model_type"],
             [
-                f"model.{name.replace('_', '-')} is {told[name][0]}, not {told[name][1]}"
+                f"model.{name.replace('_', '-')} is {shown[name][0]}, not {shown[name][1]}"
                 for name in seen
             ],
         )
@@ -400,10 +400,10 @@ def _shown(model: Decoder, meaning: Mapping[str, Any], name: str) -> str:
 
 def _meaning(model: Decoder) -> dict[str, Any]:
     """Fields of a decoder, those with several forms by what they mean."""
-    found = {field.name: getattr(model, field.name) for field in dataclass_fields(model)}
+    meaning = {field.name: getattr(model, field.name) for field in dataclass_fields(model)}
     pattern = [model.windows[n % len(model.windows)] for n in range(model.layers)]
     rotaries = None if model.learned_positions else [model.rotary(window) for window in pattern]
-    found |= {
+    meaning |= {
         "embedding_scale": model.embedding_factor,
         "query_pre_attn_scalar": model.softmax_scale,
         "window": pattern,
@@ -412,7 +412,7 @@ def _meaning(model: Decoder) -> dict[str, Any]:
         "rope_scaling": rotaries,
         "local_rope_theta": rotaries,
     }
-    return {name: value for name, value in found.items() if name not in UNSAID}
+    return {name: value for name, value in meaning.items() if name not in UNSAID}
 
 
 def sizes(config: Config) -> dict[str, Any]:
@@ -451,7 +451,7 @@ def fields(model: Decoder) -> dict[str, Any]:
 def conversion(model: Decoder) -> Conversion:
     """Rules of embeddings, norms, attention and gated feed-forward part, with their biases."""
     layers = {"layer": range(model.layers)}
-    found = [*ends(model), *attention(model, "blocks", layers)]
+    rules = [*ends(model), *attention(model, "blocks", layers)]
     if model.post_norms:
         names = {
             "attention_norm": "input_layernorm",
@@ -459,16 +459,16 @@ def conversion(model: Decoder) -> Conversion:
             "mlp_norm": "pre_feedforward_layernorm",
             "post_mlp_norm": "post_feedforward_layernorm",
         }
-        found += [
+        rules += [
             plain(f"blocks/{ours}/scale", f"{LAYER}{theirs}.weight", layers)
             for ours, theirs in names.items()
         ]
     else:
-        found += norms("blocks", layers)
-    found += gated("blocks/mlp", f"{LAYER}mlp.", (model.d_model, model.d_ff), layers)
+        rules += norms("blocks", layers)
+    rules += gated("blocks/mlp", f"{LAYER}mlp.", (model.d_model, model.d_ff), layers)
     if model.mlp_bias:
-        found += _biases(layers)
-    return Conversion(rules=found, unused=tied(model))
+        rules += _biases(layers)
+    return Conversion(rules=rules, unused=tied(model))
 
 
 def _biases(layers: dict[str, range]) -> list[Rule]:

@@ -166,8 +166,8 @@ def gemma3_config(model: Model) -> dict[str, Any]:
 
 def gemma3_conversion(config: Config) -> Conversion:
     """Rules of a Gemma 3's config.json; other parts of a multimodal one are left out."""
-    found = fields.conversion(gemma3(config))
-    return Conversion(rules=found.rules, unused=(*found.unused, OTHER_PARTS))
+    base = fields.conversion(gemma3(config))
+    return Conversion(rules=base.rules, unused=(*base.unused, OTHER_PARTS))
 
 
 def text_part(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:

@@ -185,7 +185,7 @@ def _unpacking(ours: tuple[str, ...], theirs: str, layers: Layers) -> Rule:
 
     def read(pieces: Pieces) -> Pieces:
         whole = unpacked(*pieces)
-        return [whole[..., one::count] for one in range(count)]
+        return [whole[..., place::count] for place in range(count)]
 
     def write(pieces: Pieces) -> Pieces:
         raise OptionError(
@@ -198,12 +198,12 @@ def _unpacking(ours: tuple[str, ...], theirs: str, layers: Layers) -> Rule:
 
 def _packed(config: Config) -> bool:
     """Whether the experts are in MXFP4."""
-    given = config.get("quantization_config")
-    if not given:
+    quantization = config.get("quantization_config")
+    if not quantization:
         return False
-    if given.get("quant_method") != "mxfp4":
+    if quantization.get("quant_method") != "mxfp4":
         raise OptionError(
-            f"quantization_config says that the weights are in {given.get('quant_method')} and only mxfp4 is read; save the model in bfloat16 with transformers (dequantize=True) and import that"
+            f"quantization_config says that the weights are in {quantization.get('quant_method')} and only mxfp4 is read; save the model in bfloat16 with transformers (dequantize=True) and import that"
         )
     return True
 

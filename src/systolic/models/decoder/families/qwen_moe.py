@@ -84,7 +84,7 @@ def dense_pattern(config: Config) -> tuple[int, int]:
     """
     layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
     only = config.get("mlp_only_layers") or []
-    sparse = [one for one in range(layers) if one not in only and (one + 1) % step == 0]
+    sparse = [layer for layer in range(layers) if layer not in only and (layer + 1) % step == 0]
     first = sparse[0] if sparse else layers
     if sparse == list(range(first, layers)):
         return first, 1

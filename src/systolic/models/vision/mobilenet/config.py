@@ -92,14 +92,14 @@ class MobileNetV2(Model):
     @property
     def blocks(self) -> tuple[BlockSize, ...]:
         """Sizes of all blocks; the first does not expand."""
-        found, conv_in = [], self.stem
+        sizes, conv_in = [], self.stem
         for channels, count, first in STAGES:
             conv_out = self.rounded(round(channels * self.multiplier))
             for index in range(count):
-                inner = self.rounded(round(conv_in * self.expansion)) if found else conv_in
-                found.append(BlockSize(conv_in, inner, conv_out, 1 if index else first))
+                inner = self.rounded(round(conv_in * self.expansion)) if sizes else conv_in
+                sizes.append(BlockSize(conv_in, inner, conv_out, 1 if index else first))
                 conv_in = conv_out
-        return tuple(found)
+        return tuple(sizes)
 
     def quantizable(self, path: str) -> bool:
         """See :meth:`systolic.job.Model.quantizable`."""

@@ -51,7 +51,7 @@ def rules(model: MobileNetV2) -> list[Rule]:
     def pair(ours: str, theirs: str) -> list[Rule]:
         return conv_norm(ours, f"{BODY}.{theirs}.convolution", f"{BODY}.{theirs}.normalization")
 
-    found = [
+    layer_rules = [
         *pair("stem", "conv_stem.first_conv"),
         *pair("blocks/0/depthwise", "conv_stem.conv_3x3"),
         *pair("blocks/0/project", "conv_stem.reduce_1x1"),
@@ -62,9 +62,9 @@ def rules(model: MobileNetV2) -> list[Rule]:
             ("depthwise", "conv_3x3"),
             ("project", "reduce_1x1"),
         ):
-            found += pair(f"blocks/{index}/{ours}", f"layer.{index - 1}.{theirs}")
+            layer_rules += pair(f"blocks/{index}/{ours}", f"layer.{index - 1}.{theirs}")
     return [
-        *found,
+        *layer_rules,
         *pair("last", "conv_1x1"),
         *head("classifier", model.features, model.num_classes),
     ]

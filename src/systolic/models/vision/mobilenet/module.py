@@ -90,8 +90,8 @@ class InvertedResidual(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         inner = x if self.expand is None else jax.nn.relu6(self.expand(x))
-        made = self.project(jax.nn.relu6(self.depthwise(inner)))
-        return x + made if self.residual else made
+        projected = self.project(jax.nn.relu6(self.depthwise(inner)))
+        return x + projected if self.residual else projected
 
 
 class MobileNetV2Module(nnx.Module):

@@ -38,9 +38,9 @@ def model(config: Config) -> ResNet:
     expansion = EXPANSIONS[kind]
     known = {(depth.blocks, depth.expansion): depth for depth in Depth}
     if (blocks, expansion) not in known:
-        told = ", ".join(str(list(made)) for made, by in known if by == expansion)
+        choices = ", ".join(str(list(depths)) for depths, by in known if by == expansion)
         raise OptionError(
-            f"depths is {list(blocks)} and for layer_type {kind} only {told} are known"
+            f"depths is {list(blocks)} and for layer_type {kind} only {choices} are known"
         )
     width = config.get("embedding_size", 64)
     hidden = tuple(config.get("hidden_sizes", (256, 512, 1024, 2048)))
@@ -65,18 +65,18 @@ def rules(model: ResNet) -> list[Rule]:
     def pair(ours: str, theirs: str) -> list[Rule]:
         return conv_norm(ours, f"{BODY}.{theirs}.convolution", f"{BODY}.{theirs}.normalization")
 
-    found, index = pair("stem", "embedder.embedder"), 0
+    layer_rules, index = pair("stem", "embedder.embedder"), 0
     expansion, conv_in = model.depth.expansion, model.width
     for stage, count in enumerate(model.depth.blocks):
         conv_out = model.width * 2**stage * expansion
         for layer in range(count):
             there, here = f"encoder.stages.{stage}.layers.{layer}", f"blocks/{index}"
             for conv in range(3 if expansion > 1 else 2):
-                found += pair(f"{here}/convs/{conv}", f"{there}.layer.{conv}")
+                layer_rules += pair(f"{here}/convs/{conv}", f"{there}.layer.{conv}")
             if conv_in != conv_out:
-                found += pair(f"{here}/shortcut", f"{there}.shortcut")
+                layer_rules += pair(f"{here}/shortcut", f"{there}.shortcut")
             conv_in, index = conv_out, index + 1
-    return [*found, *head("classifier.1", conv_in, model.num_classes)]
+    return [*layer_rules, *head("classifier.1", conv_in, model.num_classes)]
 
 
 def conversion(config: Config) -> Conversion:

@@ -90,7 +90,7 @@ def rules(model: ViT) -> list[Rule]:
     def parted(pieces: Pieces) -> Pieces:
         return [pieces[0][:, part].reshape(d, d).T for part in range(3)]
 
-    found = [
+    layer_rules = [
         *embeddings(model),
         Rule(
             ours=("blocks/project",),
@@ -118,8 +118,8 @@ def rules(model: ViT) -> list[Rule]:
             read=lambda pieces: [np.concatenate(pieces)],
             write=lambda pieces: np.split(pieces[0], 3),
         )
-        found.append(bias)
-    return found
+        layer_rules.append(bias)
+    return layer_rules
 
 
 def conversion(config: Config) -> Conversion:

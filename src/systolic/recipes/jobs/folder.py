@@ -77,17 +77,17 @@ def modules(file: Path) -> dict[str, bytes]:
         file: A Python file that parses. A module that does not parse is kept and not followed.
     """
     folder = file.resolve().parent
-    found: dict[Path, bytes] = {}
+    sources: dict[Path, bytes] = {}
     pending = [file.resolve()]
     while pending:
         path = pending.pop()
-        source = found[path] if path in found else path.read_bytes()
+        source = sources[path] if path in sources else path.read_bytes()
         for name in sorted(_imports(source)):
             for beside in _files(folder, name):
-                if beside not in found and beside != file.resolve():
-                    found[beside] = beside.read_bytes()
+                if beside not in sources and beside != file.resolve():
+                    sources[beside] = beside.read_bytes()
                     pending.append(beside)
-    return {path.relative_to(folder).as_posix(): found[path] for path in sorted(found)}
+    return {path.relative_to(folder).as_posix(): sources[path] for path in sorted(sources)}
 
 
 def is_beside(name: str, folder: Path) -> bool:
@@ -174,7 +174,7 @@ class OpenedFiles:
         Args:
             others: Files and folders named by options, which are not copied.
         """
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         too_large: list[str] = []
         room = KEPT_BYTES
         for name in self._opened:
@@ -188,8 +188,8 @@ class OpenedFiles:
                 )
                 continue
             room -= size
-            found[name.removeprefix(self._prefix).replace(os.sep, "/")] = path.read_bytes()
-        return found, too_large
+            contents[name.removeprefix(self._prefix).replace(os.sep, "/")] = path.read_bytes()
+        return contents, too_large
 
     def see(self, path: Any, mode: Any) -> None:
         """Records an ``open`` of this process."""
