@@ -20,6 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "outside",
     "reference",
+    "truth",
     "llms",
 ]
 source_suffix = {".md": "markdown"}
