@@ -1,0 +1,220 @@
+"""The pages on how Systolic works, how true it is, what it lacks and how it refuses: their commands run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+CODE = re.compile(r"Exit\s+code: (\d+)")
+SAVED = re.compile(r"Save it as\s+`(\S+)`")
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    """``docs/_extensions/truth.py`` as Sphinx imports it."""
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    import truth
+
+    return truth
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Each command of a page with the lines that it shows below."""
+    found: list[tuple[str, list[str]]] = []
+    for kind, block in BLOCK.findall(text):
+        if kind != "console":
+            continue
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def ran(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command line of a page, with ``systolic`` and ``python`` of this checkout and interpreter."""
+    programs = folder.parent / "bin"
+    if not programs.exists():
+        programs.mkdir()
+        (programs / "systolic").write_text(f'#!/bin/sh\nexec {sys.executable} -m systolic "$@"\n')
+        (programs / "systolic").chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "80",
+        "NO_COLOR": "1",
+    }
+    where = ROOT if command.startswith("python benchmarks/") else folder
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=where,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def check(command: str, shown: list[str], folder: Path, exit_code: int = 0) -> None:
+    """Runs a command and compares its exit code, and the words of each line shown, with the page."""
+    result = ran(command, folder)
+    said = result.stdout + result.stderr
+    assert result.returncode == exit_code, f"{command}\n{said}"
+    there = set(said.split())
+    for line in shown:
+        missing = [word for word in line.split() if word not in there and not word.startswith("…")]
+        # A path is shown without its folder, which differs.
+        missing = [
+            word for word in missing if not any(other.endswith(f"/{word}") for other in there)
+        ]
+        assert not missing, f"{command}: {line!r} has {missing}\n{said}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["how-it-works", "accuracy"])
+def test_commands(page, tmp_path):
+    text = (DOCS / f"{page}.md").read_text()
+    folder = tmp_path / "example"
+    folder.mkdir()
+    saved = SAVED.search(text)
+    if saved:
+        (folder / saved[1]).write_text(
+            next(block for kind, block in BLOCK.findall(text) if kind == "python")
+        )
+    found = commands(text)
+    assert found
+    for command, shown in found:
+        check(command, shown, folder)
+
+
+@pytest.mark.slow
+def test_refusals(tmp_path):
+    folder = tmp_path / "example"
+    folder.mkdir()
+    (folder / "empty.txt").touch()
+    text = (DOCS / "errors.md").read_text()
+    names = SECTION.split(text)
+    num_run = 0
+    for title, section in zip(names[1::2], names[2::2], strict=True):
+        code = CODE.search(section)
+        assert code, title
+        found = commands(section)
+        for command, shown in found:
+            check(command, shown, folder, int(code[1]) if shown else 0)
+            num_run += 1
+    assert num_run == 11
+
+
+def test_limits_refusal(tmp_path):
+    folder = tmp_path / "example"
+    folder.mkdir()
+    ((command, shown),) = commands((DOCS / "limits.md").read_text())
+    check(command, shown, folder, 2)
+
+
+def test_errors_page_has_every_class():
+    from systolic.core import errors
+
+    text = (DOCS / "errors.md").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.SystolicError):
+            assert f"`{name}`" in text or f"systolic.{name}" in text, name
+            if name != "SystolicError":
+                section = next(part for part in text.split("\n## ") if f"`{name}`" in part)
+                assert int(CODE.search(section)[1]) == value.exit_code, name
+
+
+def test_rows_are_complete(extension):
+    rows = extension.published()
+    front, report, _ = extension.modules()
+    assert {row.id for row in rows} == {row["id"] for row in front.lines(front.REBUILT, "id")}
+    assert {row.id for row in rows if row.own} == {
+        row["id"] for row in front.lines(front.OWN, "id", "on", "seconds")
+    }
+    table = extension.rows_table()
+    for row in rows:
+        assert f"| {row.id} |" in table
+        for forecast in (row.own, row.rebuilt):
+            if forecast and (forecast.error is None or abs(forecast.error) > report.LARGE):
+                assert forecast.known, row.id
+
+
+def test_rows_agree_with_front(extension):
+    """The judge half of the table gives the means that ``front.py`` prints."""
+    front, *_ = extension.modules()
+    for kind, errors in (("own", front.own_programs()), ("rebuilt", front.rebuilt())):
+        for generation, values in errors.items():
+            mine = [
+                abs(forecast.error)
+                for row in extension.published()
+                if row.generation == generation
+                and (forecast := getattr(row, kind))
+                and forecast.half == "judge"
+                and forecast.error is not None
+            ]
+            assert sorted(mine) == pytest.approx(sorted(values)), (kind, generation)
+
+
+def test_numbers_in_words(extension):
+    """Counts and errors that the page states in its sentences are those of the results."""
+    text = " ".join((DOCS / "accuracy.md").read_text().split())
+    rows = extension.published()
+    own = [row.own for row in rows if row.own]
+    rebuilt = [row.rebuilt for row in rows]
+    forecast = [one for one in rebuilt if one.error is not None]
+    assert f"holds {len(rows)} published results" in text
+    assert f"| {sum(one.error is not None for one in own)} of {len(own)} tried |" in text
+    assert f"| {len(forecast)} of {len(rows)};" in text
+    unfit = sum(one.known.startswith("does not fit") for one in rebuilt)
+    large = [
+        sum(e.error is not None and abs(e.error) > 0.15 for e in one) for one in (own, rebuilt)
+    ]
+    assert (
+        f"{sum(large)} forecasts are off by more than 15 %, {large[0]} of own programs and {large[1]} of rebuilt ones"
+        in text
+    )
+    assert (
+        f"{len(rows) - len(forecast) - unfit} cannot be expressed as a recipe, {unfit} is forecast not to fit"
+        in text
+    )
+
+
+def test_plot_has_a_mark_for_each_forecast(extension):
+    drawn = extension.plot()
+    rows = extension.published()
+    forecasts = [
+        one for row in rows for one in (row.own, row.rebuilt) if one and one.error is not None
+    ]
+    assert drawn.count("<title>") == len(forecasts)
+    assert "currentColor" in drawn
+
+
+def test_by_hand():
+    """The figures of the page on how it works, from the catalogue and the estimates."""
+    import tomllib
+
+    from systolic.chips import slice
+    from systolic.sim.rates import rates_of
+
+    rates = rates_of(slice("v5e-16"))
+    estimates = tomllib.loads((ROOT / "src/systolic/sim/estimates.toml").read_text())
+    of = estimates["all"] | estimates["v5e"]
+    gather = 3 * 2048 * 8192 * 2 / rates.link + 3 * rates.hop_seconds + rates.collective_seconds
+    memory = 3 * 8192 * 8192 * 2 / rates.hbm
+    matmul = (
+        2 * 8192**3 / rates.peaks["bf16"] * of["matrix"] + memory * of["memory"] * of["unhidden"]
+    )
+    text = (DOCS / "how-it-works.md").read_text()
+    for seconds in (gather, memory, matmul, gather + matmul):
+        assert f"{seconds * 1e3:.3f} ms" in text
