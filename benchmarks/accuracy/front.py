@@ -6,17 +6,18 @@
 compiled to the schedule (``--quick``).
 """
 
+import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "reach")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "reach"))
 import report
 from records import lines
 
-RESULTS = BENCHMARKS / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 OWN = RESULTS / "2026-11-27-reach.jsonl"
 REBUILT = RESULTS / "2026-11-22-accuracy-quick.jsonl"
 GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -62,7 +63,8 @@ def table() -> str:
     for name in GENERATIONS:
         if name in own or name in ours:
             text.append(_line(name, own.get(name, ()), ours.get(name, ())))
-    text.append(_line("all", sum(own.values(), []), sum(ours.values(), [])))
+    whole = (list(itertools.chain(*errors.values())) for errors in (own, ours))
+    text.append(_line("all", *whole))
     return "\n".join(text)
 
 

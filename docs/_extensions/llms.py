@@ -11,7 +11,14 @@ def write(app: Any, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
     environment = app.env
-    lines = [f"# {app.config.project}", "", "> " + _first(environment.get_doctree("index")), "", "## Pages", ""]
+    lines = [
+        f"# {app.config.project}",
+        "",
+        "> " + _first(environment.get_doctree("index")),
+        "",
+        "## Pages",
+        "",
+    ]
     for name in sorted(environment.found_docs):
         title = environment.titles[name].astext()
         lines.append(f"- [{title}]({name}.html): {_first(environment.get_doctree(name))}")

@@ -35,7 +35,13 @@ def lead(app: Any, name: str, source: list[str]) -> None:
     """Rewrites links to copied pages."""
     root = Path(app.srcdir).parent
     place = Path(app.srcdir, name).parent
-    origin = root if f"{name}.md" in PAGES.values() else root / "benchmarks" / "results" if name.startswith(FOLDER + "/") else place
+    origin = (
+        root
+        if f"{name}.md" in PAGES.values()
+        else root / "benchmarks" / "results"
+        if name.startswith(FOLDER + "/")
+        else place
+    )
 
     def moved(match: re.Match[str]) -> str:
         target = Path(os.path.normpath(origin / (match[1] + match[2])))

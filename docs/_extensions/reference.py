@@ -1,6 +1,5 @@
 """Pages of the reference, written from signatures before each build: the command line by verb, and Python's names."""
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -22,8 +21,14 @@ def write(app: Any) -> None:
         helps = dict(zip(VERBS, pool.map(help_of, VERBS), strict=True))
     verbs = folder / "command-line"
     for name, verb in VERBS.items():
-        _keep(verbs / f"{name}.md", f"{HEAD}# systolic {name}\n\n{_sentence(verb)}\n\n```text\n{helps[name]}```\n")
-    rows = "\n".join(f"| [`systolic {name}`](command-line/{name}.md) | {_sentence(verb)} |" for name, verb in VERBS.items())
+        _keep(
+            verbs / f"{name}.md",
+            f"{HEAD}# systolic {name}\n\n{_sentence(verb)}\n\n```text\n{helps[name]}```\n",
+        )
+    rows = "\n".join(
+        f"| [`systolic {name}`](command-line/{name}.md) | {_sentence(verb)} |"
+        for name, verb in VERBS.items()
+    )
     toctree = "\n".join(f"command-line/{name}" for name in VERBS)
     _keep(
         folder / "command-line.md",
@@ -36,7 +41,9 @@ def help_of(verb: str) -> str:
     """What ``systolic VERB --help`` prints in 100 columns."""
     command = [sys.executable, "-m", "systolic", verb, "--help"]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
 def python_page(package: Any) -> str:
@@ -48,12 +55,20 @@ def python_page(package: Any) -> str:
             classes.append((name, value))
         elif callable(value):
             functions.append((name, value))
-    parts = ["# Python\n", "`import systolic` loads no array library; each name below loads what it needs.\n"]
-    for title, members, kind in (("Functions", functions, "autofunction"), ("Classes", classes, "autoclass")):
+    parts = [
+        "# Python\n",
+        "`import systolic` loads no array library; each name below loads what it needs.\n",
+    ]
+    for title, members, kind in (
+        ("Functions", functions, "autofunction"),
+        ("Classes", classes, "autoclass"),
+    ):
         parts.append(f"## {title}\n")
         for name, value in members:
             option = "\n:members:" if kind == "autoclass" else ""
-            parts.append(f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: {value.__module__}.{value.__qualname__}{option.replace(chr(10), chr(10) + '   ')}\n```\n")
+            parts.append(
+                f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: {value.__module__}.{value.__qualname__}{option.replace(chr(10), chr(10) + '   ')}\n```\n"
+            )
     return "\n".join(parts)
 
 

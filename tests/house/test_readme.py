@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -68,8 +69,36 @@ def test_its_python_calls_public_functions_with_arguments_that_they_take() -> No
         keywords = dict.fromkeys(str(keyword.arg) for keyword in node.keywords)
         inspect.signature(getattr(owner, name)).bind(*bound, **keywords)
         called.append(name)
-    verbs = {"forecast", "plan", "explain", "train", "open"}
-    assert verbs | {"evaluate", "generate", "stream", "predict"} <= set(called)
+    assert {"forecast", "plan", "train", "open"} <= set(called)
+
+
+def test_it_is_short() -> None:
+    assert len(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split()) <= 900
+    for line in re.findall(r"^- `systolic \w+`: (.*)$", README, re.MULTILINE):
+        assert len(line.split()) <= 12, line
+
+
+def test_its_accuracy_is_what_the_command_prints() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "accuracy" / "front.py")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert table in README
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["forecast", "plan"])
+def test_its_outputs_are_todays(verb: str, tmp_path: Path) -> None:
+    """Each line that is shown is printed, but for seconds of this machine."""
+    blocks = re.findall(r"```console\n\$ systolic (.*?)\n(.*?)```", README, re.DOTALL)
+    ((words, shown),) = [block for block in blocks if block[0].startswith(f"{verb} ")]
+    command = [sys.executable, "-m", "systolic", *shlex.split(words), "--quiet"]
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert [
+        line for line in shown.splitlines() if line != "…" and " ".join(line.split()) not in printed
+    ] == []
 
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md")
@@ -82,16 +111,14 @@ def test_its_python_runs(tmp_path: Path) -> None:
     """From the first line to the last in one process; only the sizes are smaller."""
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     sizes = {
-        "layers=4, d_model=256, d_ff=1024": "layers=1, d_model=32, d_ff=64, heads=2, kv_heads=2, head_dim=16",
+        "sequence=256": "model=Decoder(layers=1, d_model=32, d_ff=64, heads=2, kv_heads=2, head_dim=16), sequence=256",
+        "import systolic\n": "import systolic\nfrom systolic.models.decoder.config import Decoder\n",
         "steps=300": "steps=20",
-        "tokens=200": "tokens=20",
-        "trials=20": "trials=1, trial_steps=5",
+        "tokens=50": "tokens=20",
     }
     for written, small in sizes.items():
         assert written in block
         block = block.replace(written, small)
-    (tmp_path / "a.py").write_text("def a(): ...")
-    (tmp_path / "b.py").write_text("import b")
     (tmp_path / "block.py").write_text(block)
     command = [sys.executable, "block.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -122,7 +149,8 @@ def test_the_map_has_a_row_for_each_package() -> None:
 
 
 def test_a_mistake_reads_as_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```console\n\$ systolic (.*?)```", README, re.DOTALL)
+    errors = (ROOT / "docs" / "errors.md").read_text()
+    block, *_ = re.findall(r"```console\n\$ systolic (.*?)```", errors, re.DOTALL)
     command, shown = block.split("\n", 1)
     assert main(shlex.split(command)) == 2
     assert capsys.readouterr().err == shown
@@ -134,7 +162,8 @@ def systolic_commands() -> list[list[str]]:
         for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    return [shlex.split(line)[1:] for line in whole if line.startswith("systolic ")]
+    words = [shlex.split(line)[1:] for line in whole if line.startswith("systolic ")]
+    return [line[: line.index("--")] if "--" in line else line for line in words]
 
 
 @pytest.mark.parametrize("command", systolic_commands(), ids=lambda words: " ".join(words[:2]))
