@@ -107,7 +107,7 @@ def imported(folder: str) -> frozenset[str]:
 
 def optional() -> set[str]:
     """Names in the extras that add features."""
-    features = [extra for extra in EXTRAS if extra not in ("dev", *HOW_JAX_FINDS_DEVICES)]
+    features = [extra for extra in EXTRAS if extra not in ("dev", "docs", *HOW_JAX_FINDS_DEVICES)]
     return set().union(*(names(EXTRAS[extra]) for extra in features))
 
 
@@ -133,7 +133,7 @@ def test_the_tests_import_what_dev_declares() -> None:
 def test_dev_has_every_feature() -> None:
     (own,) = [r for text in EXTRAS["dev"] if (r := Requirement(text)).name == "systolic"]
     # The TPU's compiler too, which needs no TPU; a GPU's libraries are of no use without one.
-    assert own.extras == set(EXTRAS) - {"dev", "cuda", "tf"}
+    assert own.extras == set(EXTRAS) - {"dev", "docs", "cuda", "tf"}
 
 
 def test_every_bound_below_is_given() -> None:
