@@ -99,7 +99,8 @@ def imported(folder: str) -> frozenset[str]:
                     ) if name in BY_NAME:
                         modules.add(module.partition(".")[0])
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
-    own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
+    for scripts in ("benchmarks", "docs"):  # by name, beside each other
+        own |= {path.stem for path in (ROOT / scripts).rglob("*.py")}
     outside = modules - set(sys.stdlib_module_names) - own
     home = packages_distributions() | {module: [name] for module, name in NAMED.items()}
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
