@@ -237,3 +237,13 @@ def test_no_format_is_used_above_its_peak(tmp_path: Path) -> None:
     # bf16 alone has one peak, which needs no name.
     plain = replace(made, flops_by_format={"bf16": made.hardware_flops})
     assert dict(readings.speed(plain))["HFU"].endswith(" %")
+
+
+def test_a_dump_for_one_device_says_that_the_bill_is_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(recorded.text("blocks-v5e-1"))
+    one, eight = (forecast_text(path, slice(name)) for name in ("v5e-1", "v5e-8"))
+    assert eight.step_seconds == one.step_seconds
+    assert eight.hfu == pytest.approx(one.hfu / 8)
+    (caution,) = set(eight.cautions) - set(one.cautions)
+    assert "dump.txt runs on one of the 8 devices of v5e-8, and the bill is for all" in caution

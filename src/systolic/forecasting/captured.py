@@ -7,7 +7,7 @@ devices are free and the calls are over whose results it takes, in its own step 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.parse import check
+from systolic.sim.calibration import Calibration
+from systolic.sim.cost_kinds import PriceCorrection
 from systolic.sim.incomplete import NOTHING, Gaps, Given
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
@@ -283,7 +285,10 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
-    moved = _moves(answer.get("moves") or {}, on)
+    calibration = next(
+        (part.timeline.calibration for part in parts if part.timeline is not None), None
+    )
+    moved = _moves(answer.get("moves") or {}, on, calibration)
     rare = [
         _part(captured, facts, on, replace(given, strict=False)) for facts in answer["periodic"]
     ]
@@ -296,7 +301,7 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(_sum(parts, plan), moved),
+        timeline=_with_moves(_bounded(captured, parts, plan), moved),
         memory=largest.memory,
         facts={"notes": _notes(captured, parts, on)},
         name=_name(parts),
@@ -411,6 +416,31 @@ def _array(
     )
 
 
+def _bounded(captured: Captured, parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
+    """The timeline of a step, with those of the least and the most that the incomplete programs among its parts may take."""
+    timeline = _sum(parts, plan)
+    if len(parts) == 1 and parts[0].calls == 1:
+        return timeline
+    timelines = [part.timeline for part in parts if part.timeline is not None]
+    bounds: dict[str, Timeline] = {}
+    if any(timeline.least for timeline in timelines):
+        bounds["least"] = _of(captured, parts, lambda part: part.least or part)
+    if timeline.incomplete and all(part.most or not part.incomplete for part in timelines):
+        bounds["most"] = _of(captured, parts, lambda part: part.most or part)
+    return replace(timeline, **bounds)
+
+
+def _of(
+    captured: Captured, parts: Sequence[StepPart], choose: Callable[[Timeline], Timeline]
+) -> Timeline:
+    """The timeline of a step with another timeline for each of its programs."""
+    others = [
+        replace(part, timeline=None if part.timeline is None else choose(part.timeline))
+        for part in parts
+    ]
+    return _sum(others, schedule_of(captured, others))
+
+
 def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     """The programs of the busiest device one after the other, as often as a step calls them, and what others run meanwhile."""
     if len(parts) == 1 and parts[0].calls == 1 and parts[0].timeline is not None:
@@ -448,9 +478,10 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
-def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
-    """Seconds of ``jax.device_put`` between two steps, at the rates of the links: a lower bound."""
+def _moves(moves: Mapping[str, int], on: Slice, calibration: Calibration | None) -> list[Span]:
+    """Seconds of ``jax.device_put`` between two steps, at the rates of the links, that of the host as calibrated: a lower bound."""
     rates = rates_of(on)
+    host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
     # A device at a corner has a link along each axis, and two along one that is closed to a ring.
     links = sum(
         2 if closed and size > 2 else 1
@@ -458,7 +489,7 @@ def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
         if size > 1
     )
     kinds = {
-        "host": (Resource.host, rates.host),
+        "host": (Resource.host, host),
         "devices": (Resource.ici, max(links, 1) * rates.link),
         "slices": (Resource.dcn, rates.dcn),
     }

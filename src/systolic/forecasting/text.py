@@ -114,6 +114,8 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         memory_origin=Origin.compiled if peak_bytes else Origin.simulated,
     )
     forecast = replace(forecast, compiled_for=target.generation)
+    if module.num_partitions == 1 < on.num_devices:
+        forecast = _of_one_device(forecast, on)
     if target.doubt:
         step = f"choose a slice of {target.names}, or compile it for {on.chip.name} and dump that"
         forecast = replace(
@@ -130,6 +132,18 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         return refused(forecast, memory, have), module
     caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
     return replace(forecast, cautions=(*forecast.cautions, caution)), module
+
+
+def _of_one_device(forecast: Forecast, on: Slice) -> Forecast:
+    """The forecast of a program for one of a slice's devices: FLOPs are the mean over all, and the bill is for all."""
+    share = 1 / on.num_devices
+    caution = f"{forecast.recipe} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: compile it over a mesh of all, or choose a slice of one device"
+    return replace(
+        forecast,
+        hardware_flops=share * forecast.hardware_flops,
+        flops_by_format={name: share * n for name, n in forecast.flops_by_format.items()},
+        cautions=(caution, *forecast.cautions),
+    )
 
 
 def _reported(path: Path) -> int | None:
