@@ -34,15 +34,19 @@ def test_a_step_of_two_programs_has_the_range_of_its_open_branch(branches: Captu
     parts = parts_of(branches, on)
     assert [part.facts["name"] for part in parts] == ["solve", "smooth"]
     solve, smooth = (part.timeline for part in parts)
-    assert solve is not None and smooth is not None
-    assert solve.incomplete and solve.least is not None
+    assert solve is not None
+    assert smooth is not None
+    assert solve.incomplete
+    assert solve.least is not None
     forecast = forecast_parts(branches, parts, on)
-    assert forecast.timeline is not None and forecast.timeline.least is not None
+    assert forecast.timeline is not None
+    assert forecast.timeline.least is not None
     assert forecast.timeline.least.seconds == pytest.approx(solve.least.seconds + smooth.seconds)
     # The short branch writes x anew, the long one is three matmuls more.
     assert forecast.timeline.seconds - forecast.timeline.least.seconds > 2.9 * MATMUL / PEAK
     assert (solve.most is None) == (forecast.timeline.most is None)
-    assert forecast.low is not None and forecast.low < 2 * MATMUL / PEAK
+    assert forecast.low is not None
+    assert forecast.low < 2 * MATMUL / PEAK
 
 
 def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Captured) -> None:
@@ -54,6 +58,8 @@ def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Capt
     still = forecast_parts(branches, parts_of(branches, on, given), on, given)
     moved = forecast_parts(moving, parts_of(moving, on, given), on, given)
     published = forecast_parts(moving, parts_of(moving, on), on)
-    assert still.step_seconds and moved.step_seconds and published.step_seconds
+    assert still.step_seconds
+    assert moved.step_seconds
+    assert published.step_seconds
     assert moved.step_seconds - still.step_seconds == pytest.approx(1.0)
     assert published.step_seconds < moved.step_seconds
