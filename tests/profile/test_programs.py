@@ -1,7 +1,6 @@
 """Programs and steps of profiles that XLA's profiler records here: several shapes of one function, several programs a step."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
