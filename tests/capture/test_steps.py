@@ -175,11 +175,14 @@ class Recorder:
         self.steps = hook("steps")
         self.sequence, self.last, self.kinds = [], {}, {}
 
-    def call(self, name: str, *takes: str, into: str = "", flops: float = 1.0) -> None:
-        """Calls a function; ``into``: the name of what it makes, its own by default."""
+    def call(
+        self, name: str, *takes: str, into: str = "", flops: float = 1.0, size: int = 0
+    ) -> None:
+        """Calls a function; ``into``: the name of what it makes, its own by default; ``size``: bytes of its arguments."""
         kind = self.kinds.setdefault(name, SimpleNamespace(key=(name,), name=name, flops=flops))
         born = frozenset(self.last.get(one, -1) for one in takes)
-        now = SimpleNamespace(ids=[], links=(frozenset(), born), held={}, taken=set())
+        ids = [(len(self.sequence), size)] if size else []
+        now = SimpleNamespace(ids=ids, links=(frozenset(), born), held={}, taken=set())
         self.last[into or name] = len(self.sequence)
         self.sequence.append(self.steps.RecordedCall(kind, 0.0, 0, now))
 
@@ -297,3 +300,14 @@ def test_a_schedule_by_hand(calls: list[DeviceCall], seconds: float, busy: float
     made = schedule(calls)
     assert made.seconds == pytest.approx(seconds)
     assert made.busy == pytest.approx(busy)
+
+
+@pytest.mark.parametrize(("size", "listed"), [(10**9, True), (10**6, False)])
+def test_a_rare_call_without_flops_is_listed_by_its_bytes(size: int, listed: bool) -> None:
+    """An average of weights every fourth step: 1e9 bytes count as 1e11 FLOPs, a quarter of the four steps'."""
+    made = Recorder()
+    for step in range(24):
+        made.call("train", "train", flops=1e11)
+        if step % 4 == 3:
+            made.call("average", "average", "train", flops=0.0, size=size)
+    assert made.step() == (["train"], [("average", 1.0, 4.0)] if listed else [])
