@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -310,10 +311,14 @@ def is_running(word: str) -> bool:
     return word in listed
 
 
-def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_program_with_or_without_the_hook(
+    number: int, code: int, tmp_path: Path
+) -> None:
     marker = tmp_path / "running"
     program = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(60)"
-    words = ["forecast", "--on", "v5e-8", "--", sys.executable, "-c", program]
+    unhooked = ["env", "-u", "PYTHONPATH"] if number == signal.SIGTERM else []
+    words = ["forecast", "--on", "v5e-8", "--", *unhooked, sys.executable, "-c", program]
     process = subprocess.Popen(
         [sys.executable, "-m", "systolic", *words],
         stderr=subprocess.DEVNULL,
@@ -323,9 +328,18 @@ def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
     while not marker.exists():
         assert time.monotonic() - began < 60
         time.sleep(0.05)
-    process.send_signal(2)
-    assert process.wait(timeout=30) != 0
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
     assert not is_running(str(marker))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    keep = tmp_path / "file" / "keep"
+    words = ["forecast", "--on", "v5e-8", "--keep", str(keep), "--", sys.executable, "-c", "1"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--keep {keep} can't be written (Not a directory); give a folder" in line
 
 
 def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, folder: Path) -> None:

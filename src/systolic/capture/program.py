@@ -17,6 +17,7 @@ from typing import Any
 from systolic.chips import Slice
 from systolic.compiling.environment import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.shutdown import ends_cleanly
 
 HOOK = Path(__file__).parent / "hook"
 """Folder that Python finds its ``sitecustomize`` in."""
@@ -28,6 +29,8 @@ LIMIT_SECONDS = 1200.0
 GRACE_SECONDS = 3600.0
 """Seconds for the compiler beside it."""
 POLL_SECONDS = 0.1
+UNSEEN_SECONDS = 60.0
+"""Seconds after which a program that has started no Python with the hook is said to run without it."""
 STDERR = 2
 """Descriptor, which is there where ``sys.stderr`` is replaced, as in a notebook."""
 
@@ -103,13 +106,19 @@ def capture(
         "quick": quick,
         "limit_seconds": limit_seconds,
     }
-    (folder / "request.json").write_text(json.dumps(request))
     events = folder / "events.jsonl"
-    events.touch()
+    try:
+        (folder / "request.json").write_text(json.dumps(request))
+        events.touch()
+    except OSError as error:
+        raise RunError(
+            f"{folder} can't be written ({error.strerror}); make room, or give another --keep"
+        ) from error
     text = shlex.join(command)
     with (folder / PARENT).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the program ends when it is free
-        code = _run(command, folder, limit_seconds, watch)
+        with ends_cleanly():  # SIGTERM ends the program, too
+            code = _run(command, folder, limit_seconds, watch)
     (folder / PARENT).unlink()
     path = folder / "answer.json"
     if path.exists():
@@ -185,8 +194,9 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
             f"{command[0]!r} could not be started ({error.strerror}); give the program as the shell would start it, such as -- python train.py"
         ) from error
     watch("starting the program")
-    last = time.monotonic() + limit_seconds + GRACE_SECONDS
-    shown = 0
+    begin = time.monotonic()
+    last = begin + limit_seconds + GRACE_SECONDS
+    shown, unseen = 0, False
     try:
         while process.poll() is None and time.monotonic() < last:
             events = _events(folder / "events.jsonl")
@@ -194,6 +204,9 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
                 if "stage" in event:
                     watch(event["stage"])
             shown = len(events)
+            if not events and not unseen and time.monotonic() > begin + UNSEEN_SECONDS:
+                unseen = True
+                watch("running, without a Python that reads PYTHONPATH so far")
             time.sleep(POLL_SECONDS)
         return process.poll() or 0
     finally:
@@ -216,6 +229,8 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
     if "refused" in facts:
         step = f"; run {facts['next']}" if facts.get("next") else ""
         return f"{facts['refused']}{step}"
+    if "failed" in facts and "No space left on device" in facts["failed"]:
+        return f"compiling the step of {text} for {on.name} failed: the disk is full ({facts['failed']}); make room where temporary files or --keep lie"
     if "failed" in facts:
         return f"compiling the step of {text} for {on.name} failed: {facts['failed']}"
     if "program_failed" in facts:
