@@ -353,3 +353,9 @@ def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, fo
 def test_a_python_without_the_hook_is_refused(folder: Path, flag: str) -> None:
     with pytest.raises(OptionError, match=f"leave out {flag}"):
         capture(["python3", "-X", "dev", flag, "train.py"], slice("v5e-1"), folder)
+
+
+def test_a_program_that_fails_after_its_step_says_so(tmp_path: Path) -> None:
+    program = "import jax, sys; w = jax.numpy.ones((256, 256)); f = jax.jit(lambda w: w @ w)\nfor _ in range(5): w = f(w)\nraise ValueError(3)"
+    captured = capture([sys.executable, "-c", program], slice("v5e-1"), tmp_path, quick=True)
+    assert captured.answer["ended"] == "failed"

@@ -63,3 +63,19 @@ def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Capt
     assert published.step_seconds
     assert moved.step_seconds - still.step_seconds == pytest.approx(1.0)
     assert published.step_seconds < moved.step_seconds
+
+
+def test_what_does_not_fit_on_one_of_several_devices_is_told_to_donate_and_to_shard(
+    tmp_path: Path,
+) -> None:
+    on, program = slice("v5e-8"), PROGRAM.with_name("undonated.py")
+    command = [sys.executable, str(shutil.copy(program, tmp_path / program.name))]
+    (tmp_path / "answer").mkdir()
+    captured = capture(command, on, tmp_path / "answer", quick=True)
+    forecast = forecast_parts(captured, parts_of(captured, on), on)
+    assert not forecast.fits
+    assert forecast.rejected is not None
+    (remedy,) = forecast.rejected["remedies"]
+    assert "donate arguments that it makes anew (jax.jit's donate_argnums; up to 20.0" in remedy
+    assert "runs on one of them" in remedy
+    assert "larger slice" not in remedy

@@ -18,7 +18,14 @@ from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting.forecast import Forecast
-from systolic.forecasting.memory import HELD, LiveBuffer, MemoryMap, memory_map, with_held
+from systolic.forecasting.memory import (
+    HELD,
+    LiveBuffer,
+    MemoryMap,
+    memory_map,
+    undonated_bytes,
+    with_held,
+)
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -142,6 +149,8 @@ MOST_OTHERS = 6
 """Other calls that a note names."""
 MOST_NAMED = 8
 """Programs of a step that are named."""
+LARGE_SHARE = 0.05
+"""Share of a program's memory from which arguments that could be donated are named."""
 MOVED = 0.01
 """Share of a step that its moves outside of jit take, above which it is told."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
@@ -356,9 +365,7 @@ def _checked(
     worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
     other = max(part.facts["held"]["other_bytes"] for part in parts)
     memory = worst.memory
-    remedy = (
-        "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
-    )
+    remedy = _remedy(worst, on)
     if held := memory.by_kind.get(HELD):
         remedy = f"drop or shard arrays of the {gibibytes(held)} {HELD}, or {remedy}"
     if other > max(have, memory.peak_bytes):
@@ -369,6 +376,22 @@ def _checked(
     if refusals or memory.peak_bytes > have:
         return refused(replace(forecast, memory=memory), memory, have, remedy)
     return forecast
+
+
+def _remedy(part: StepPart, on: Slice) -> str:
+    """Ways to make a program fit, the most certain first."""
+    ways = []
+    if (kept := undonated_bytes(part.module)) > LARGE_SHARE * part.memory.peak_bytes:
+        ways.append(
+            f"donate arguments that it makes anew (jax.jit's donate_argnums; up to {gibibytes(kept)})"
+        )
+    if len(part.devices) == 1 < on.num_devices:
+        ways.append(
+            "shard its arguments over a mesh of jax.devices(), since it runs on one of them"
+        )
+    else:
+        ways.append("choose a larger slice or a smaller batch, or shard more of it")
+    return f"{', or '.join(ways)}, and run the command again"
 
 
 def _of_large(part: StepPart) -> str:
@@ -585,10 +608,14 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
             f"memory is that of the program of the step with the largest need; what the other calls keep for theirs is in the line {HELD!r}"
         )
     if others := answer["others"]:
-        named = [f"{other['name']} ({other['calls']})" for other in others[:MOST_OTHERS]]
+        own = {part.facts["name"] for part in parts}
+        named = [
+            f"{other['name']} ({other['calls']}{', with other arguments' if other['name'] in own else ''})"
+            for other in others[:MOST_OTHERS]
+        ]
         more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
         notes.append(
-            f"other jitted functions that it called, and how often: {', '.join(named)}{more}; --step NAME takes another for the step"
+            f"other calls of jitted functions, and how often: {', '.join(named)}{more}; --step NAME takes another function for the step"
         )
     if number := answer["operations_per_step"]:
         notes.append(

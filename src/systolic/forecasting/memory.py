@@ -176,6 +176,22 @@ def _ends(computation: Computation, owners: Mapping[str, Owners]) -> dict[int, l
     return ends
 
 
+def undonated_bytes(module: Module) -> int:
+    """Bytes of results of the shape of arguments that are not donated: a step that replaces them could reuse their memory."""
+    donated = set(module.donations.values())
+    free = Counter(
+        str(parameter.shape)
+        for number, parameter in enumerate(module.entry.parameters)
+        if number not in donated and parameter.shape.parts is None
+    )
+    kept = 0
+    for number, array in enumerate(module.entry.root.shape.arrays()):
+        if number not in module.donations and free[str(array)] and array.space == HBM:
+            free[str(array)] -= 1
+            kept += array.padded_bytes
+    return kept
+
+
 def _given_by_donations(module: Module) -> dict[Key, int]:
     """Bytes of each allocation that lie in the memory of a donated argument."""
     owners = owners_of(module, module.entry)[module.entry.root.name]

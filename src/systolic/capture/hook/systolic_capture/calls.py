@@ -664,6 +664,7 @@ def _finish(ended):
             report.say(program_failed=error, ours=_state["ours"], called=names)
             return
         if error:
+            ended = "failed"
             note(
                 f"the program failed after {len(_sequence)} calls ({error}); the step is of what it called before"
             )
