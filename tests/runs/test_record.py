@@ -8,6 +8,8 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, RunError
+from systolic.runs import Run
+from systolic.runs.job_record import read_record
 from systolic.runs.record import State, load_run
 from tests.training.display.fabricate_run import records, summary, write_run
 
@@ -96,3 +98,23 @@ def test_a_moved_run_names_its_own_place(tmp_path: Path, whole: list[dict]) -> N
     found = load_run(tmp_path / "after").summary
     assert found is not None
     assert found["run"] == str(tmp_path / "after")
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        ({"layout": [2]}, "layout"),
+        ({"flags": {"given": "all"}}, "flags"),
+        ({"plan": "best"}, "plan"),
+        ({"job": {"evaluation": {"mode": "most"}}}, "evaluation.mode"),
+    ],
+)
+def test_a_damaged_field_of_job_json_is_named(tmp_path: Path, damage: dict, field: str) -> None:
+    file = write_run(tmp_path, []) / "job.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage | {"later": 1}))
+    with pytest.raises(RunError) as error, Run.open(tmp_path) as run:
+        read_record(run)
+    said = str(error.value)
+    assert said.startswith(f"{file} is damaged (")
+    assert f"$.{field}" in said
+    assert said.endswith("; restore it, or start again in another folder")

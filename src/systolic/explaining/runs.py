@@ -18,7 +18,7 @@ from systolic.explaining import learning
 from systolic.explaining.settings import changes, settings_of
 from systolic.explaining.step import Cause
 from systolic.runs import time_breakdown as records
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import read_record
 from systolic.runs.record import RunRecord, load_run
 from systolic.runs.run import Run
 
@@ -350,7 +350,7 @@ def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
             return [], reason
         reporter().stage("probing the newest checkpoint, layer by layer")
         if setup.steps.network.frozen:
-            setup, _ = with_start(setup, run.path, JobRecord.from_json(run.read_job()))
+            setup, _ = with_start(setup, run.path, read_record(run))
         return list(examine(setup, run)), ""
     except SystolicError as error:
         return [], f"the newest checkpoint could not be probed: {error}"
