@@ -6,11 +6,12 @@ import pytest
 
 from systolic.explaining import runs
 from systolic.explaining.settings import Settings, inspecting
+from systolic.runs.job_record import JobRecord
 from systolic.runs.record import RunRecord
 
 
 def history(**more: object) -> RunRecord:
-    return RunRecord(path=Path("run"), job={"options": {}, "job": {"steps": 1000}}, **more)
+    return RunRecord(path=Path("run"), job=JobRecord(job={"steps": 1000}), **more)
 
 
 def test_probes_become_as_rare_as_a_hundredth_of_the_time() -> None:
@@ -50,7 +51,7 @@ def test_a_batch_changes_through_the_option_that_the_run_was_made_with() -> None
 def test_the_command_that_shows_the_data_has_switches_as_typed() -> None:
     """The data's options that differ from the recipe's, and none of its training."""
     given = {"steps": 5, "path": "texts", "packed": False, "shuffle": True, "names": ["a", "b c"]}
-    run = RunRecord(path=Path("run"), job={"recipe": "mine.py:own", "options": given})
+    run = RunRecord(path=Path("run"), job=JobRecord(recipe="mine.py:own", options=given))
     assert inspecting(run) == (
         "systolic data inspect mine.py:own --path texts --no-packed --shuffle --names a 'b c'"
     )

@@ -177,7 +177,7 @@ def uneven(history: RunRecord) -> Cause | None:
             "residual connections with a norm before each branch, and output weights scaled by 1/sqrt(2 layers)",
             settings.lower("model.layers", value=max(len(slopes) // 2, 1)),
         ]
-        if (history.job.get("job") or {}).get("start"):
+        if history.job.outline.start:
             advice = [settings.learning_rate(history.peak_rate / 3)]  # Its layers are given.
         name = "vanishing-gradients" if vanish else "exploding-gradients"
         word = "vanish towards" if vanish else "explode towards"
@@ -187,7 +187,7 @@ def uneven(history: RunRecord) -> Cause | None:
 
 def exploding(history: RunRecord) -> Cause | None:
     """Gradient norm that has grown throughout the run."""
-    norms = [r["grad_norm"] for r in history.train if math.isfinite(r["grad_norm"])]
+    norms = history.norms
     if len(norms) < 24:
         return None
     quarter = len(norms) // 4
@@ -338,10 +338,9 @@ def batch(history: RunRecord) -> Cause | None:
 
 def _fewest(history: RunRecord) -> int:
     """Examples of the smallest batch that the run's layout divides."""
-    layout: Record = history.start.get("layout") or {}
-    plain: Record = (history.job.get("job") or {}).get("layout") or {}
-    ways = [int(layout.get(axis) or 1) for axis in ("data", "fsdp", "expert")]
-    return math.prod(ways) * int(plain.get("accumulate") or 1)
+    layout = history.start.layout
+    ways = [layout.get(axis) or 1 for axis in ("data", "fsdp", "expert")]
+    return math.prod(ways) * history.job.outline.layout.accumulate
 
 
 def _late(history: RunRecord) -> Sequence[Record]:
