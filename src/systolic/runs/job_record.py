@@ -94,7 +94,7 @@ class JobRecord:
     job: Mapping[str, Any] = field(default_factory=dict)
     """``Job.to_json``."""
     outline: JobOutline = field(init=False, default=JobOutline(), compare=False, repr=False)
-    """Of ``job``."""
+    """The job, as far as it reads without its classes."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the mesh axes that it began with."""
     plan: Chosen | None = None

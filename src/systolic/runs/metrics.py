@@ -166,12 +166,12 @@ class StartRecord(LoggedRecord, frozen=True, kw_only=True):
     """The start of a session; versions before lack some of its fields."""
 
     name: str | None = None
-    """Of the job."""
+    """The job's."""
     steps: int | float | None = None
     unit: str | None = None
     """``tokens`` or ``examples``."""
     num_parameters: int | None = None
-    """Those that train."""
+    """Parameters that train."""
     total_parameters: int | None = None
     devices: str | None = None
     """Number and kind: ``2 x cpu``."""
@@ -179,11 +179,11 @@ class StartRecord(LoggedRecord, frozen=True, kw_only=True):
     device_kind: str | None = None
     precision: str | None = None
     flags: list[str] = []
-    """Of the compiler."""
+    """Compiler flags."""
     batch: int | None = None
     """Examples a step."""
     examples: int | None = None
-    """Of the training data."""
+    """Examples of the training data."""
     workers: int = 0
     layout: dict[str, int] = {}
     """Sizes of the mesh axes."""
