@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 
 import systolic
@@ -37,7 +38,7 @@ from systolic.recipes.jobs.source import source_of
 from systolic.runs import Run
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord
-from systolic.runs.metrics import EvalRecord, EventRecord, TrainRecord
+from systolic.runs.metrics import EvalRecord, EventRecord, ProbeRecord, TrainRecord
 from systolic.runs.record import RunRecord, load_run
 from systolic.steps.input import training
 from systolic.training.ledger import Ledger
@@ -456,8 +457,10 @@ def test_advice_is_a_change_of_the_present_settings():
     assert still is not None
     assert still.advice[0] == "--schedule.warmup 10"
     assert len(still.advice) == 1, "no recipe, whose data a command could show"
-    probe = {"parameters": {}, "batch": 1, "parts": 2, "big_square": 1.0, "small_square": 1.0}
-    probes = [probe | {"step": n, "learning_rate": 1e-3, "loss": 1.0} for n in (50, 100)]
+    probe = ProbeRecord(
+        step=50, batch=1, parts=2, big_square=1.0, small_square=1.0, learning_rate=1e-3
+    )
+    probes = [probe, msgspec.structs.replace(probe, step=100)]
     assert layers.batch(replace(history, diagnoses=probes)) is None, "one example is the least"
 
 
@@ -574,7 +577,7 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
 def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(healthy: RunRecord):
     history = healthy
     # Rounding takes a cosine below zero one step past its end, where a probe of the last checkpoint is.
-    ended = [{**look, "learning_rate": -1.6e-9} for look in history.diagnoses]
+    ended = [msgspec.structs.replace(look, learning_rate=-1.6e-9) for look in history.diagnoses]
     decayed = replace(history, diagnoses=ended)
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
     assert any("has decayed" in line for line in unknown(decayed))

@@ -7,6 +7,7 @@ import pytest
 from systolic.explaining import runs
 from systolic.explaining.settings import Settings, inspecting
 from systolic.runs.job_record import JobRecord
+from systolic.runs.metrics import ProbeRecord
 from systolic.runs.record import RunRecord
 
 
@@ -16,7 +17,7 @@ def history(**more: object) -> RunRecord:
 
 def test_probes_become_as_rare_as_a_hundredth_of_the_time() -> None:
     """Two probes of 15 s, ten steps apart, take 30 of 100 s: one in 300 steps would take 1 s."""
-    run = history(diagnoses=[{"step": 10}, {"step": 20}])
+    run = history(diagnoses=[ProbeRecord(step=10), ProbeRecord(step=20)])
     found = runs.probes(run, {"diagnose": 30.0, "step": 70.0}, 100.0)
     assert found is not None
     assert (found.seconds, found.share) == (30.0, pytest.approx(0.3))
@@ -29,7 +30,7 @@ def test_probes_become_as_rare_as_a_hundredth_of_the_time() -> None:
     assert none is not None
     assert list(none.advice) == ["--diagnose 0"]  # not within this run of 1,000 steps
     assert runs.probes(run, {"diagnose": 1.9}, 100.0) is None
-    assert runs.probes(history(diagnoses=[{"step": 10}]), {"diagnose": 30.0}, 100.0) is None
+    assert runs.probes(history(diagnoses=[ProbeRecord(step=10)]), {"diagnose": 30.0}, 100.0) is None
 
 
 def test_a_start_that_takes_a_third_is_told() -> None:

@@ -19,6 +19,7 @@ from systolic.explaining.settings import changes, settings_of
 from systolic.explaining.step import Cause
 from systolic.runs import time_breakdown as records
 from systolic.runs.job_record import read_record
+from systolic.runs.metrics import ProbeRecord, probe_of
 from systolic.runs.record import RunRecord, load_run
 from systolic.runs.run import Run
 
@@ -206,7 +207,7 @@ def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
     seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
     if seconds < DIAGNOSE * total or count < 2:
         return None
-    gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
+    gap = history.diagnoses[-1].step - history.diagnoses[-2].step
     evidence = [f"{count} probes, {duration(seconds / count)} each"]
     every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
     every = every if every < (history.steps or math.inf) else 0
@@ -340,7 +341,7 @@ def explain_run(
     )
 
 
-def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
+def probe(run: Run, *, trust: bool = False) -> tuple[list[ProbeRecord], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.inference.model import set_up_here
     from systolic.inference.setup import with_start
@@ -356,6 +357,6 @@ def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
         reporter().stage("probing the newest checkpoint, layer by layer")
         if setup.steps.network.frozen:
             setup, _ = with_start(setup, run.path, read_record(run))
-        return list(examine(setup, run)), ""
+        return [probe_of(probed) for probed in examine(setup, run)], ""
     except SystolicError as error:
         return [], f"the newest checkpoint could not be probed: {error}"

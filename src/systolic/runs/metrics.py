@@ -295,6 +295,36 @@ class SummaryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Command to type next."""
 
 
+class ProbedParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """Norms of a parameter at a probe: numbers, or lists of them by layer where it stacks the layers."""
+
+    shape: list[int]
+    dtype: str
+    gradient: float | list[float]
+    weight: float | list[float]
+    update: float | list[float]
+    lost: float | list[float]
+    """Share of the updates that rounding loses."""
+
+
+class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of diagnoses.jsonl (see :mod:`systolic.training.probe`)."""
+
+    step: int
+    learning_rate: float = 0.0
+    big_square: float = math.nan
+    """Squared norm of the batch's gradient."""
+    small_square: float = math.nan
+    """Mean squared norm of those of its parts; NaN where it has one."""
+    batch: int = 0
+    """Examples."""
+    parts: int = 1
+    parameters: dict[str, ProbedParameter] = {}
+    """Parameters by path."""
+    epochs: float | None = None
+    """Passes over the training data before it."""
+
+
 _KINDS: Mapping[str, type[LoggedRecord]] = {
     "start": StartRecord,
     "train": TrainRecord,
@@ -327,6 +357,15 @@ def summary_of(record: Record) -> SummaryRecord:
         msgspec.ValidationError: a field is damaged.
     """
     return msgspec.convert(_present(record), SummaryRecord)
+
+
+def probe_of(record: Record) -> ProbeRecord:
+    """Gradient probe.
+
+    Raises:
+        msgspec.ValidationError: a field is damaged.
+    """
+    return msgspec.convert(_present(record), ProbeRecord)
 
 
 def seen(record: Record) -> LoggedRecord:

@@ -26,12 +26,14 @@ from systolic.runs.metrics import (
     EvalRecord,
     EventRecord,
     LoggedRecord,
+    ProbeRecord,
     SampleRecord,
     StartRecord,
     SummaryRecord,
     TrainRecord,
     loss_of,
     norm_of,
+    probe_of,
     summary_of,
     typed,
 )
@@ -89,7 +91,7 @@ class RunRecord:
     evals: Sequence[EvalRecord] = ()
     events: Sequence[EventRecord] = ()
     samples: Sequence[SampleRecord] = ()
-    diagnoses: Sequence[Record] = ()
+    diagnoses: Sequence[ProbeRecord] = ()
     """Gradients and updates by layer (see :mod:`systolic.training.probe`)."""
     seconds: float = 0.0
     """From the first record to the last, without the pauses between sessions."""
@@ -205,7 +207,7 @@ class RunRecord:
         """Passes over the training data; ``None`` where that is not known."""
         if self.summary is not None and self.summary.epochs is not None:
             return self.summary.epochs
-        probed = [probe["epochs"] for probe in self.diagnoses if probe.get("epochs") is not None]
+        probed = [probe.epochs for probe in self.diagnoses if probe.epochs is not None]
         if probed:
             return probed[-1]
         examples, batch = self.start.examples, self.start.batch
@@ -243,7 +245,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
         )
     ledger = _RecordCollector()
     lines, damage = _read_lines(path / METRICS, _logged)
-    diagnoses, more = _read_lines(path / DIAGNOSES, lambda record: record)
+    diagnoses, more = _read_lines(path / DIAGNOSES, probe_of)
     if last_session:
         lines, diagnoses = _last_session(lines, diagnoses)
     for record in lines:
@@ -311,14 +313,14 @@ def _read_lines(path: Path, read: Callable[[Record], _T]) -> tuple[list[_T], lis
 
 
 def _last_session(
-    lines: list[LoggedRecord | SummaryRecord], diagnoses: list[Record]
-) -> tuple[list[LoggedRecord | SummaryRecord], list[Record]]:
+    lines: list[LoggedRecord | SummaryRecord], diagnoses: list[ProbeRecord]
+) -> tuple[list[LoggedRecord | SummaryRecord], list[ProbeRecord]]:
     starts = [(at, line) for at, line in enumerate(lines) if isinstance(line, StartRecord)]
     if not starts:
         return lines, diagnoses
     at, start = starts[-1]
     before = start.resumed_from or 0
-    return lines[at:], [record for record in diagnoses if record["step"] > before]
+    return lines[at:], [probe for probe in diagnoses if probe.step > before]
 
 
 def _read_summary(path: Path, end: SummaryRecord | None) -> tuple[SummaryRecord | None, list[str]]:
