@@ -46,7 +46,7 @@ def test_a_search_from_python_is_the_commands(
     assert best is not None
     assert best.figures["loss"] == min(row.figures["loss"] for row in found.rows)
     run = load_run(Path(best.run))
-    assert (run.job["options"]["batch"], run.job["options"]["learning_rate"]) == (
+    assert (run.job.options["batch"], run.job.options["learning_rate"]) == (
         8,
         best.values["learning-rate"],
     )
@@ -120,7 +120,7 @@ def test_a_search_from_python_has_workers(tmp_path: Path) -> None:
     assert [row.state for row in found.rows] == ["done", "done"]
     assert found.repeats is not None
     assert len(found.repeats["best"]["values"]) == 2
-    assert [load_run(Path(row.run)).job["options"]["steps"] for row in found.rows] == [3, 3]
+    assert [load_run(Path(row.run)).job.options["steps"] for row in found.rows] == [3, 3]
     assert recorded.results[-1].finished == 4
     # In processes of their own.
     assert {log.name for log in (tmp_path / "s" / "workers").iterdir()} == {"0.log", "1.log"}

@@ -37,7 +37,7 @@ from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend, common, missing, total, union
 from systolic.recipes.jobs.run import rebuild
 from systolic.report.notebook import WIDTH, screen
-from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.job_record import compiled_with, read_record
 from systolic.runs.record import slice_of, slice_with
 from systolic.runs.run import JOB, Run
 from systolic.sim.simulate import simulate
@@ -167,7 +167,7 @@ def _step_of(folder: Path, *, trust: bool) -> RecipeStep:
             raise OptionError(
                 f"forecasts for a {on.platform} do not rank settings well enough; try the advice above and measure"
             )
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
     return RecipeStep(
         recipe=recipe,
         options=options,
@@ -316,7 +316,7 @@ def run_of(path: Path) -> Path | None:
 def mesh_of(folder: Path) -> Mapping[str, int]:
     """Axes of a run's mesh and, of a pipeline, its microbatches."""
     with Run.open(folder) as run:
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
     mesh, job = dict(record.layout), record.job
     if mesh.get("pipeline", 1) > 1 and job["batch"]["total"]:
         accumulate, micro = (job["layout"][name] for name in ("accumulate", "microbatches"))

@@ -21,7 +21,7 @@ from systolic.hlo.groups import COLLECTIVES
 from systolic.profile import open_profile
 from systolic.profile.ops import replica_groups
 from systolic.profile.table import OpRow, ProfileTable
-from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.job_record import compiled_with, read_record
 from systolic.runs.record import slice_of
 from systolic.runs.run import Run
 from systolic.sim.incomplete import PALLAS
@@ -343,7 +343,7 @@ def traced_beside(run: Run, folder: Path) -> Beside:
 
 def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:
     if on.platform == "tpu":
-        flags = compiled_with(JobRecord.from_json(run.read_job()))
+        flags = compiled_with(read_record(run))
         return simulate(module, on, flags=flags), f"simulated on {on.name}"
     if on.platform == "gpu":
         peaks, note = gpu_peaks(on), f"forecast for {on.name}: a roofline, op after op"

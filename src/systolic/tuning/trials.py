@@ -26,7 +26,6 @@ from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import failure
 from systolic.runs.access import is_held
-from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
 from systolic.steps.machine import LocalDevices
@@ -235,7 +234,7 @@ class TrialWorker:
         with contextlib.suppress(SystolicError):  # it has no run
             run = load_run(self.tuning.run(trial.number))
             # A bad step has no train record.
-            if steps := max(run.step, int(number(run.last.get("step")) or 0)):
+            if steps := max(run.step, 0 if run.last is None else run.last.step):
                 notes = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
         self.shared.note(trial.number, **notes)
 
