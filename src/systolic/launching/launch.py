@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 
@@ -310,18 +311,8 @@ class Prepared:
 
     def record(self) -> CommandsRecord:
         """The commands as ``launch.json`` has them."""
-        return CommandsRecord(
-            files=sorted(self.files),
-            asked=self.asked,
-            checks=self.checks,
-            submit=self.submit,
-            status=self.status,
-            state=self.state,
-            logs=self.logs,
-            follow=self.follow,
-            stop=self.stop,
-            detached=self.detached,
-            in_place=self.in_place,
-            notes=self.notes,
-            hosts=self.hosts,
-        )
+        fields: dict[str, Any] = {
+            name: getattr(self, name) for name in CommandsRecord.__struct_fields__
+        }
+        fields["files"] = sorted(self.files)
+        return CommandsRecord(**fields)
