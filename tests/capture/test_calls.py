@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
     captured = captured_of("large_initial.py", "v5e-1", tmp_path)
     made = forecast_captured(captured, slice("v5e-1"))
     assert not made.fits
-    assert made.rejected["need_bytes"] >= 24 * GIB
+    assert made.need_bytes >= 24 * GIB
     assert "needs 24.00 GiB of a device" in told(made, "beside its step")
     # Loops of two programs of a step, each with a number of its own.
     for names in ({"body": 7}, {"missing.py:1": 7}):

@@ -12,7 +12,6 @@ from typing import Any
 from systolic.core.errors import RunError
 from systolic.core.files import others_who_write
 from systolic.core.store import read_json
-from systolic.core.units import gibibytes
 
 HLO, PROTO, REPORT, EXECUTABLE = (
     "module.hlo.gz",
@@ -218,8 +217,3 @@ def _search(pattern: re.Pattern[str], text: str) -> str:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit.upper()])
-
-
-def line(rejected: Rejected) -> str:
-    """``needs 20.30 GiB of hbm, 15.75 GiB available``."""
-    return f"needs {gibibytes(rejected.need_bytes)} of {rejected.space}, {gibibytes(rejected.have_bytes)} available"

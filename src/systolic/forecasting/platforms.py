@@ -12,10 +12,10 @@ from systolic.compiling import Compiled
 from systolic.compiling.host_backend import Built
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
-from systolic.core.units import duration, gibibytes
+from systolic.core.units import duration
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
 from systolic.sim.incomplete import NOTHING, Given
@@ -31,6 +31,7 @@ PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says more (JAX's documentation)."""
 
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
+REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
@@ -83,7 +84,7 @@ def forecast_host(
             "built_for": "cpu" if built is Built.stand_in else on.chip.name,
         },
         layout=facts.get("layout", {}),
-        rejected=None if fits else _rejected(memory, have),
+        rejected=None if fits else MemoryShortage.of(memory, have, REMEDY),
         cautions=cautions_of(timeline) if timeline is not None else (),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
         answer=outcome,
@@ -173,18 +174,3 @@ def _notes(
             "XLA preallocates 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         )
     return notes
-
-
-def _rejected(memory: MemoryMap, have: int) -> dict[str, Any]:
-    return {
-        "space": "hbm",
-        "need_bytes": memory.peak_bytes,
-        "have_bytes": have,
-        "buffers": [
-            {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-            for b in memory.buffers[:LARGEST]
-        ],
-        "remedies": [
-            f"{gibibytes(memory.peak_bytes - have)} less: split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
-        ],
-    }

@@ -71,9 +71,10 @@ def reason(row: ForecastRow) -> str:
     """Why a slice can't run the step; empty where it can."""
     if row.forecast is None:
         return row.problem
-    rejected = row.forecast.rejected or {}
-    need, have = rejected.get("need_bytes", 0), rejected.get("have_bytes", 0)
-    return "" if row.fits else f"does not fit: {need} bytes needed, {have} available"
+    short = row.forecast.rejected
+    if row.fits or short is None:
+        return ""
+    return f"does not fit: {short.need_bytes} bytes needed, {short.have_bytes} available"
 
 
 def rank(

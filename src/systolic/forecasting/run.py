@@ -33,8 +33,16 @@ from systolic.core.reporter import reporter
 from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.costs import note_of, windowed
-from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
-from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.memory import (
+    LARGEST,
+    LiveBuffer,
+    MemoryMap,
+    MemoryShortage,
+    kind_of,
+    memory_map,
+    state_of,
+)
 from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
 from systolic.job import Job
@@ -343,34 +351,28 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
             "flags": outcome.report.get("flags", []),
         },
         layout=facts.get("layout", {}),
-        rejected={
-            "space": outcome.space,
-            "need_bytes": outcome.need_bytes,
-            "have_bytes": outcome.have_bytes,
-            "buffers": _named(outcome, memory),
-            "remedies": [],
-        },
+        rejected=MemoryShortage(
+            space=outcome.space,
+            need_bytes=outcome.need_bytes,
+            have_bytes=outcome.have_bytes,
+            buffers=_named(outcome, memory)[:LARGEST],
+        ),
     )
 
 
-def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
+def _named(outcome: Rejected, memory: MemoryMap | None) -> Sequence[LiveBuffer]:
     """The largest buffers: from the schedule that did not fit, else as the compiler's message has them."""
-    buffers: list[LiveBuffer] = list(memory.buffers) if memory is not None else []
-    if not buffers:
-        buffers = [
-            LiveBuffer(
-                name=b.label,
-                kind=(None if b.op.startswith("jit(") else state_of(b.op))
-                or kind_of(b.op, b.label),
-                bytes=b.bytes,
-                shape=b.shape,
-                layer=layer_of(b.op),
-                source=b.source,
-                op=b.op,
-            )
-            for b in outcome.buffers
-        ]
+    if memory is not None and memory.buffers:
+        return memory.buffers
     return [
-        {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-        for b in buffers[:LARGEST]
+        LiveBuffer(
+            name=b.label,
+            kind=(None if b.op.startswith("jit(") else state_of(b.op)) or kind_of(b.op, b.label),
+            bytes=b.bytes,
+            shape=b.shape,
+            layer=layer_of(b.op),
+            source=b.source,
+            op=b.op,
+        )
+        for b in outcome.buffers
     ]

@@ -17,8 +17,8 @@ from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
-from systolic.forecasting.forecast import LARGEST, Forecast
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
@@ -183,16 +183,7 @@ def refused(forecast: Forecast, memory: MemoryMap, have: int, remedy: str = "") 
         step_seconds=None,
         low=None,
         high=None,
-        rejected={
-            "space": "hbm",
-            "need_bytes": memory.peak_bytes,
-            "have_bytes": have,
-            "buffers": [
-                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-                for b in memory.buffers[:LARGEST]
-            ],
-            "remedies": [f"{gibibytes(memory.peak_bytes - have)} less: {remedy}"],
-        },
+        rejected=MemoryShortage.of(memory, have, remedy),
     )
 
 

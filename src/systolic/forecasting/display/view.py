@@ -82,7 +82,7 @@ def show_step(
         _print_changes(result)
     for kind, path in written.items():
         print(f"{kind:<9}{path}")
-    for remedy in (result.rejected or {}).get("remedies", ()):
+    for remedy in () if result.rejected is None else result.rejected.remedies:
         print(f"{'next':<9}{remedy}")
     return 0 if result.fits else 1
 
