@@ -19,8 +19,9 @@ from systolic import recipes
 from systolic.chips import Prices, Slice, slice
 from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
 from systolic.compiling.compile import Pool, _Asked, _request_name, version
-from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
+from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, check_owner
 from systolic.compiling.program import _known
+from systolic.compiling.report import REPORT
 from systolic.core.errors import RunError
 from systolic.core.store import Store
 from systolic.data.arrays import Arrays
@@ -56,7 +57,7 @@ def test_facts_are_those_of_who_asks(root: Path) -> None:
     made = [of_outcome(one, "f", slice(ON), 0.0) for one in (first, second)]
     assert [one.model_flops for one in made] == [1e9, 2e9]
     assert [(one.unit, one.units) for one in made] == [("tokens", 512), ("examples", 8)]
-    assert first.report["program"]["units"] == 512
+    assert first.report.program.units == 512
 
 
 @pytest.mark.slow

@@ -3,26 +3,21 @@
 import gzip
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from msgspec.structs import replace
+
+from systolic.compiling.report import CompileReport, read_report
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
 from systolic.core.files import others_who_write
-from systolic.core.store import read_json
 
-HLO, PROTO, REPORT, EXECUTABLE = (
-    "module.hlo.gz",
-    "module.hlo.pb.gz",
-    "report.json",
-    "executable.jax",
-)
+HLO, PROTO, EXECUTABLE = "module.hlo.gz", "module.hlo.pb.gz", "executable.jax"
 ERROR = "error.json"
 """Files of an entry; the last one only for a rejected program."""
-FAILED = "failed"
-"""Stage in which a child reports a failure that is not stored."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,14 @@ class Compiled:
     digest: str
     """Digest of the lowered program, its target, the flags and the versions."""
     cached: bool
-    facts: Mapping[str, Any] | None = None
+    facts: ProgramFacts | None = None
     """Facts of this program; another with the same lowered text may have different ones."""
 
     @cached_property
-    def report(self) -> Mapping[str, Any]:
-        """Versions, seconds, memory, places of the devices, and ``program``, the facts."""
-        content = read_json(self.folder / REPORT)
-        return content if self.facts is None else {**content, "program": dict(self.facts)}
+    def report(self) -> CompileReport:
+        """The compiler's report, with the facts of this program."""
+        report = read_report(self.folder)
+        return report if self.facts is None else replace(report, program=self.facts)
 
     @property
     def hlo(self) -> str:
@@ -93,7 +88,8 @@ class Rejected:
     """The largest buffers, largest first."""
     digest: str = ""
     cached: bool = False
-    report: Mapping[str, Any] = field(default_factory=dict)
+    report: CompileReport | None = None
+    """None of a message alone."""
     folder: Path | None = None
     """Folder of the store's entry."""
 

@@ -15,6 +15,7 @@ from systolic.capture.program import Captured
 from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting.forecast import Forecast
@@ -298,7 +299,7 @@ def forecast_parts(
         module=main.module,
         timeline=_with_moves(_sum(parts, plan), moved),
         memory=largest.memory,
-        facts={"notes": _notes(captured, parts, on)},
+        facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
         on=on,
         compiler={

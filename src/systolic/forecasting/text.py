@@ -14,6 +14,7 @@ from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
 from systolic.compiling.dump import REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
@@ -101,13 +102,13 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         module=module,
         timeline=timeline,
         memory=memory,
-        facts={
-            "notes": [
+        facts=ProgramFacts(
+            notes=[
                 *target.notes,
                 "devices are taken in JAX's default order",
                 *(() if peak_bytes else (FROM_SCHEDULE,)),
             ]
-        },
+        ),
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},

@@ -452,7 +452,7 @@ class _Server:
             load=self.load,
             layout=self.axes,
             program=self.steps.name,
-            attention=facts(first).get("attention", ""),
+            attention=facts(first).attention,
             origin=first.origin,
             memory=memory,
             steps=steps,
@@ -538,10 +538,10 @@ def floor_seconds(forecast: Forecast) -> float | None:
     if chip.hbm_bytes_per_second is None:
         return None
     rate = chip.hbm_bytes_per_second / (chip.devices_per_chip or 1)
-    cache = known["cache_bytes"] if known["verb"] == "decode" else 0.0
-    moving = (known["weight_bytes"] + cache) / rate
+    cache = known.cache_bytes if known.verb == "decode" else 0.0
+    moving = (known.weight_bytes + cache) / rate
     peak = chip.peak_bf16_flops_per_second or math.inf
-    if known.get("int8_products"):
+    if known.int8_products:
         peak = max(peak, chip.peak_int8_ops_per_second or peak)
     computing = (forecast.model_flops or 0.0) / (peak * forecast.on.num_chips)
     return max(moving, computing)
