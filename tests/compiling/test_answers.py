@@ -19,9 +19,8 @@ from systolic import recipes
 from systolic.chips import Prices, Slice, slice
 from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
 from systolic.compiling.compile import Pool, _Asked, _request_name, version
-from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, check_owner
+from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
 from systolic.compiling.program import _known
-from systolic.compiling.report import REPORT
 from systolic.core.errors import RunError
 from systolic.core.store import Store
 from systolic.data.arrays import Arrays

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from systolic.compiling.report import REPORT, ChildLine, CompileReport, read_report
+from systolic.compiling.outcome import REPORT, ChildLine, CompileReport, read_report
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
 from tests.recorded import hlo

@@ -12,8 +12,7 @@ import systolic
 from systolic.chips import slice
 from systolic.compiling import Compiled, Outcome
 from systolic.compiling.compile import Pool
-from systolic.compiling.outcome import HLO
-from systolic.compiling.report import REPORT
+from systolic.compiling.outcome import HLO, REPORT
 from systolic.compiling.traced import ProgramFacts
 from systolic.core import files
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError

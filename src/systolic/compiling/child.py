@@ -37,14 +37,18 @@ from systolic.compiling.dump import (
     shorter_search,
 )
 from systolic.compiling.host_backend import Built
-from systolic.compiling.outcome import ERROR, EXECUTABLE, HLO, PROTO, rejection
-from systolic.compiling.report import (
+from systolic.compiling.outcome import (
+    ERROR,
+    EXECUTABLE,
     FAILED,
     FOUND,
+    HLO,
+    PROTO,
     ChildLine,
     CompiledMemory,
     CompileReport,
     CompileRequest,
+    rejection,
 )
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.store import FULL, Store, unwritable

@@ -24,15 +24,19 @@ from systolic.compiling.dump import SCHEDULE_ONLY
 from systolic.compiling.outcome import (
     ERROR,
     EXECUTABLE,
+    FAILED,
+    FOUND,
+    ChildLine,
     Compiled,
+    CompileRequest,
     Failed,
     Outcome,
     check_owner,
+    read_report,
     rejection,
 )
 from systolic.compiling.pickled import dumps
 from systolic.compiling.program import Program, decisive
-from systolic.compiling.report import FAILED, FOUND, ChildLine, CompileRequest, read_report
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import (
     DataError,

@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from systolic.chips.host import model_name
-from systolic.compiling.outcome import Compiled
-from systolic.compiling.report import FileSignature, Fingerprint
+from systolic.compiling.outcome import Compiled, FileSignature, Fingerprint
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.files import cure
 
@@ -36,7 +35,7 @@ _SHOWN = 12
 
 
 class SavedExecutable(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file beside an executable says of it: a :class:`CompileReport`, as far as loading depends on it."""
+    """Description of an executable in the file beside it: a :class:`CompileReport`, as far as loading depends on it."""
 
     stamp: Fingerprint
     executable: FileSignature

@@ -173,11 +173,13 @@ def measured_rates(num_devices: int) -> CpuRates:
             x = x * 0.5 + 0.25
         return x
 
-    operations = 2.0 * _CHAIN * short.size
+    matmul = 2.0 * size**3 / _best(lambda a: a @ a, matrix)
+    memory = 8.0 * length / _best(lambda a: a + 1, row)
+    vector = 2.0 * _CHAIN * short.size / _best(chain, short)
     return CpuRates(
-        matmul_flops_per_second=2.0 * size**3 / _best(lambda a: a @ a, matrix) / num_devices,
-        memory_bytes_per_second=8.0 * length / _best(lambda a: a + 1, row) / num_devices,
-        vector_operations_per_second=operations / _best(chain, short) / num_devices,
+        matmul_flops_per_second=matmul / num_devices,
+        memory_bytes_per_second=memory / num_devices,
+        vector_operations_per_second=vector / num_devices,
     )
 
 

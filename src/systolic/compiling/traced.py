@@ -23,7 +23,7 @@ class StepKind(enum.Enum):
 
 
 class ProgramFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program says of itself before any compile."""
+    """Facts of a program before any compile."""
 
     name: str = ""
     verb: str = "train"

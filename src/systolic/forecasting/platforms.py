@@ -7,7 +7,7 @@ partitioned and scheduled on a CPU, and its forecast is marked as assumed.
 from systolic.chips import Slice
 from systolic.compiling import Compiled
 from systolic.compiling.host_backend import Built, CpuRates
-from systolic.compiling.report import CompiledMemory, CompileReport
+from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import duration

@@ -27,7 +27,7 @@ from systolic.compiling import (
     executable,
 )
 from systolic.compiling import compile as compile_program
-from systolic.compiling.report import CompiledMemory
+from systolic.compiling.outcome import CompiledMemory
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import OptionError, RunError
 from systolic.core.origin import Origin

@@ -9,8 +9,7 @@ import msgspec
 
 from systolic.chips import slice
 from systolic.compiling import Compiled, Rejected
-from systolic.compiling.outcome import HLO, Buffer
-from systolic.compiling.report import REPORT, CompileReport
+from systolic.compiling.outcome import HLO, REPORT, Buffer, CompileReport
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.forecast import bill_of

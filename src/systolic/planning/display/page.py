@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.chips import Slice
-from systolic.compiling.report import read_report
+from systolic.compiling.outcome import read_report
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home
