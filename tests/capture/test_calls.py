@@ -67,7 +67,7 @@ def test_a_method_with_two_lengths_and_arrays_that_are_moved(tmp_path: Path) -> 
 
 def test_layers_after_a_buffer_was_filled(tmp_path: Path) -> None:
     captured = captured_of("layers.py", "v5e-1", tmp_path)
-    calls = {one["name"]: one["calls_per_step"] for one in captured.programs}
+    calls = {one.name: one.calls_per_step for one in captured.programs}
     assert calls == {"layer": 48, "head": 1}
     made = forecast_captured(captured, slice("v5e-1"))
     assert made.hardware_flops == pytest.approx((48 + 4) * 2 * 256 * 1024**2, rel=0.01)
