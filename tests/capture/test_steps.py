@@ -45,8 +45,8 @@ def test_arrays_beside_the_step_are_in_its_memory(tmp_path: Path, capsys) -> Non
     assert any("holds 1.00 GiB of arrays in the memory of a host" in note for note in made.notes)
     assert not made.fits
     assert made.rejected is not None
-    assert made.rejected["need_bytes"] == made.memory.peak_bytes > made.capacity_bytes
-    assert f"17.25 GiB {HELD}" in made.rejected["remedies"][0]
+    assert made.rejected.need_bytes == made.memory.peak_bytes > made.capacity_bytes
+    assert f"17.25 GiB {HELD}" in made.rejected.remedies[0]
     assert made.to_json()["hbm"]["by_kind"][HELD] == made.memory.by_kind[HELD]
     assert made.cautions[0].startswith("the step uses 4 of the 8 chips of v5e-8, and the bill is f")
 

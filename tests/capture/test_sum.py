@@ -5,10 +5,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from systolic.capture import capture
-from systolic.capture.program import Captured
+from systolic.capture.program import ArrayMoves, Captured
 from systolic.chips import slice
 from systolic.forecasting.captured import forecast_parts, parts_of
 from systolic.sim.calibration import Calibration, CostKind, Factor
@@ -32,7 +33,7 @@ def branches(tmp_path_factory: pytest.TempPathFactory) -> Captured:
 def test_a_step_of_two_programs_has_the_range_of_its_open_branch(branches: Captured) -> None:
     on = slice("v5e-1")
     parts = parts_of(branches, on)
-    assert [part.facts["name"] for part in parts] == ["solve", "smooth"]
+    assert [part.program.name for part in parts] == ["solve", "smooth"]
     solve, smooth = (part.timeline for part in parts)
     assert solve is not None
     assert smooth is not None
@@ -51,7 +52,8 @@ def test_a_step_of_two_programs_has_the_range_of_its_open_branch(branches: Captu
 
 def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Captured) -> None:
     on = slice("v5e-1")
-    moving = replace(branches, answer={**branches.answer, "moves": {"host": GIB, "times": 1}})
+    moves = ArrayMoves(host=GIB, times=1)
+    moving = replace(branches, answer=msgspec.structs.replace(branches.answer, moves=moves))
     rate = Factor(value=GIB, low=GIB, high=GIB, ops=3, works=3, seconds=3.0)
     calibration = Calibration(name="mine", chip="v5e", factors={CostKind.host: rate})
     given = Given(calibration=calibration)
@@ -75,7 +77,7 @@ def test_what_does_not_fit_on_one_of_several_devices_is_told_to_donate_and_to_sh
     forecast = forecast_parts(captured, parts_of(captured, on), on)
     assert not forecast.fits
     assert forecast.rejected is not None
-    (remedy,) = forecast.rejected["remedies"]
+    (remedy,) = forecast.rejected.remedies
     assert "donate arguments that it makes anew (jax.jit's donate_argnums; up to 20.0" in remedy
     assert "runs on one of them" in remedy
     assert "larger slice" not in remedy

@@ -185,7 +185,8 @@ def test_a_dump_that_does_not_fit_says_so(tmp_path: Path) -> None:
     made = forecast_text(path, slice("v5e-1"))
     assert not made.fits
     assert made.step_seconds is None
-    assert (made.rejected or {})["need_bytes"] == 3 * 2 * 131072**2
+    assert made.rejected is not None
+    assert made.rejected.need_bytes == 3 * 2 * 131072**2
 
 
 def test_what_the_compiler_fitted_is_timed(tmp_path: Path) -> None:

@@ -331,9 +331,8 @@ class Forecasts:
     def __call__(self, job: Any, *, on: Any, quick: bool) -> Any:
         self.asked.append(job)
         fits = job.model.width < 64
-        rejected = None if fits else {"need_bytes": 2**35}
         return SimpleNamespace(
-            fits=fits, step_seconds=1.0, capacity_bytes=2**34, rejected=rejected, on=on
+            fits=fits, step_seconds=1.0, capacity_bytes=2**34, need_bytes=2**35, on=on
         )
 
 

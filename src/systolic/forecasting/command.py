@@ -436,7 +436,7 @@ class StepSettings:
         words = [*option_words(source.recipe.function, source.options), *self.words(on)]
         if result.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
             remedy = shlex.join(["systolic", "explain", source.recipe.target, *words])
-            result = replace(result, rejected={**result.rejected, "remedies": [remedy]})
+            result = replace(result, rejected=replace(result.rejected, remedies=[remedy]))
         request = {
             "target": source.recipe.target,
             "arguments": words,

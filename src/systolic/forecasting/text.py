@@ -14,11 +14,12 @@ from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
 from systolic.compiling.dump import REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
-from systolic.forecasting.forecast import LARGEST, Forecast
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
@@ -101,13 +102,13 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         module=module,
         timeline=timeline,
         memory=memory,
-        facts={
-            "notes": [
+        facts=ProgramFacts(
+            notes=[
                 *target.notes,
                 "devices are taken in JAX's default order",
                 *(() if peak_bytes else (FROM_SCHEDULE,)),
             ]
-        },
+        ),
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
@@ -197,16 +198,7 @@ def refused(forecast: Forecast, memory: MemoryMap, have: int, remedy: str = "") 
         step_seconds=None,
         low=None,
         high=None,
-        rejected={
-            "space": "hbm",
-            "need_bytes": memory.peak_bytes,
-            "have_bytes": have,
-            "buffers": [
-                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-                for b in memory.buffers[:LARGEST]
-            ],
-            "remedies": [f"{gibibytes(memory.peak_bytes - have)} less: {remedy}"],
-        },
+        rejected=MemoryShortage.of(memory, have, remedy),
     )
 
 

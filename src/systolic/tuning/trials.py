@@ -289,7 +289,7 @@ class TrialWorker:
             except (OptionError, LayoutError) as error:
                 return f"refused: {error}", notes
             if not forecast.fits:
-                need = (forecast.rejected or {}).get("need_bytes")
+                need = forecast.need_bytes
                 has = gibibytes(forecast.capacity_bytes)
                 memory = (
                     f"{gibibytes(need)} per device needed, {has} available"

@@ -159,7 +159,7 @@ def show_program(explanation: "ProgramExplanation", *, json: bool = False) -> in
                 "bound": step.bound.value,
                 "given": list(step.given),
                 "calibration": calibration_name(step),
-                "rejected": step.rejected,
+                "rejected": step.rejected and step.rejected.to_json(),
                 "causes": [plain(cause) for cause in explanation.causes],
                 "notes": list(step.notes),
             }

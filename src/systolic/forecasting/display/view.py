@@ -88,7 +88,7 @@ def show_step(
 
 def print_next(forecast: "Forecast") -> None:
     """Prints a line for each way to make a step fit that does not."""
-    for remedy in (forecast.rejected or {}).get("remedies", ()):
+    for remedy in () if forecast.rejected is None else forecast.rejected.remedies:
         print(f"{'next':<9}{remedy}")
 
 
