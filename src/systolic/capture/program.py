@@ -276,14 +276,7 @@ def capture(
         )
     _check(command)
     request = {
-        "topology": {
-            "topology_name": on.topology_name,
-            "chips_per_host_bounds": _host_bounds(on),
-            "chip_config_name": None
-            if on.chip_config_name in (None, "default")
-            else on.chip_config_name,
-            "num_slices": on.num_slices if on.num_slices > 1 else None,
-        },
+        "topology": _topology(on),
         "num_hosts": on.num_hosts,
         "device_bytes": on.program_bytes,
         "libtpu": own_libtpu(),
@@ -307,6 +300,17 @@ def capture(
     if (folder / ANSWER).exists():
         return Captured(command=text, folder=folder, answer=read_answer(folder))
     raise RunError(_reason(read_events(folder), text, code, on))
+
+
+def _topology(on: Slice) -> dict[str, Any]:
+    """A slice as the compiler is asked for it."""
+    config = on.chip_config_name
+    return {
+        "topology_name": on.topology_name,
+        "chips_per_host_bounds": _host_bounds(on),
+        "chip_config_name": None if config in (None, "default") else config,
+        "num_slices": on.num_slices if on.num_slices > 1 else None,
+    }
 
 
 def _check(command: Sequence[str]) -> None:
