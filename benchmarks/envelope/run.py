@@ -51,11 +51,10 @@ def forecast(case: Case, compiler: Compiler) -> dict[str, Any]:
         made = forecast_job(case.job(), on, verb=StepKind(case.verb), compiler=compiler)
     except SystolicError as error:
         return {**record, "problem": str(error)}
-    memory = made.memory.peak_bytes if made.memory else (made.rejected or {}).get("need_bytes")
     return {
         **record,
         "fits": made.fits,
-        "memory_bytes": memory,
+        "memory_bytes": made.need_bytes,
         **(seen(made.timeline) if made.timeline is not None else {"step_seconds": None}),
         "hardware_flops": made.hardware_flops,
         "program": made.compiler.get("program"),

@@ -100,14 +100,13 @@ def main() -> None:
             one = futures[future]
             made = of_outcome(future.result(), "lm", one.on, 0.0)
             found = analyse(facts, one)
-            peak = made.memory.peak_bytes if made.memory else 0
             rows.append(
                 {
                     "layout": one.text,
                     "settings": one.settings(base),
                     "fits": made.fits,
                     "step_seconds": made.step_seconds,
-                    "peak_bytes": peak or (made.rejected or {}).get("need_bytes", 0),
+                    "peak_bytes": made.need_bytes,
                     "seconds_bound": found.seconds_bound,
                     "seconds_estimate": found.seconds_estimate,
                     "bytes_bound": found.bytes_bound,

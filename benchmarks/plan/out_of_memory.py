@@ -119,10 +119,10 @@ def answer(index: int, workers: int) -> dict[str, Any]:
     compiler = Compiler(flags=shared(on))
     made = of_outcome(compile_program(JobProgram(job=job), on, compiler.quick()), "lm", on, 0.0)
     record: dict[str, Any] = {"case": index, "what": what, "slice": name, "options": options}
-    if made.fits:
+    if made.rejected is None:
         return record | {"problem": "it fits as it is"}
-    record["need_bytes"] = (made.rejected or {})["need_bytes"]
-    record["have_bytes"] = (made.rejected or {})["have_bytes"]
+    record["need_bytes"] = made.rejected.need_bytes
+    record["have_bytes"] = made.rejected.have_bytes
     begun = time.monotonic()
     attempts = find_fit(facts_of(job), on, shared, workers)
     compiled = [one for attempt in attempts for one in attempt.tried]

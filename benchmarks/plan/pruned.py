@@ -30,14 +30,13 @@ from systolic.recipes.jobs.source import source_of
 
 def row(base: Job, one: Candidate, made: Forecast) -> dict[str, Any]:
     """A compiled candidate."""
-    peak = made.memory.peak_bytes if made.memory else 0
     return {
         "layout": one.text,
         "settings": one.settings(base),
         "flags": one.flags.name,
         "fits": made.fits,
         "step_seconds": made.step_seconds,
-        "peak_bytes": peak or (made.rejected or {}).get("need_bytes", 0),
+        "peak_bytes": made.need_bytes,
     }
 
 

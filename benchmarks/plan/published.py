@@ -75,10 +75,8 @@ def broken(one: Trial) -> bool:
     made = one.forecast
     if made is None:
         return False
-    peak = made.memory.peak_bytes if made.memory is not None else 0
-    peak = peak or (made.rejected or {}).get("need_bytes", 0)
     slow = made.step_seconds is not None and one.analysis.seconds_bound > made.step_seconds
-    return slow or one.analysis.bytes_bound > peak
+    return slow or one.analysis.bytes_bound > made.need_bytes
 
 
 def main() -> None:

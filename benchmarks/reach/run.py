@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from records import check_out, lines, none_chosen, refuse
 
 from systolic.capture import Captured
+from systolic.capture.program import read_answer
 from systolic.chips import slice
 from systolic.forecasting.captured import forecast_captured
 
@@ -115,8 +116,7 @@ def priced_again(row: Mapping[str, Any], kept: Path, before: Mapping[str, Any]) 
     folder = kept / name_of(row)
     if not (folder / "answer.json").exists():
         return dict(before)
-    told = json.loads((folder / "answer.json").read_text())
-    captured = Captured(command=row["program"], folder=folder, answer=told)
+    captured = Captured(command=row["program"], folder=folder, answer=read_answer(folder))
     made = forecast_captured(captured, slice(row["on"])).to_json()
     same = ("id", "trainer", "on", "dropped", "seconds")
     return {name: before[name] for name in same if name in before} | _figures(made)

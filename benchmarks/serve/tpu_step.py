@@ -61,23 +61,21 @@ def step(job: Job, on: Slice, rows: int, options: argparse.Namespace) -> dict[st
     compiler = Compiler(flags=resolved("", on.chip)).quick()
     made = forecast_program(program, job.name, on, compiler=compiler)
     assert made.answer is not None
-    facts: Any = made.answer.report["program"]
-    used: Any = made.answer.report["memory"]
+    facts, memory = made.answer.report.program, made.answer.report.memory
+    assert memory is not None
     rate = on.chip.hbm_bytes_per_second
     assert rate is not None
-    floor = (facts["weight_bytes"] + facts["cache_bytes"]) / (
-        rate / (on.chip.devices_per_chip or 1)
-    )
+    floor = (facts.weight_bytes + facts.cache_bytes) / (rate / (on.chip.devices_per_chip or 1))
     return {
         "rows": rows,
         "chunk": options.chunk,
         "fits": made.fits,
         "seconds": made.step_seconds,
         "floor_seconds": floor,
-        "attention": facts["attention"],
-        "weight_bytes": facts["weight_bytes"],
-        "cache_bytes": facts["cache_bytes"],
-        "peak_bytes": used["used_in_bytes"],
+        "attention": facts.attention,
+        "weight_bytes": facts.weight_bytes,
+        "cache_bytes": facts.cache_bytes,
+        "peak_bytes": memory.used_in_bytes,
         "copies": large_copies(parse(made.answer.hlo)),
         "by_resource": made.time_by_resource,
     }

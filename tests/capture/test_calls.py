@@ -67,7 +67,7 @@ def test_a_method_with_two_lengths_and_arrays_that_are_moved(tmp_path: Path) -> 
 
 def test_layers_after_a_buffer_was_filled(tmp_path: Path) -> None:
     captured = captured_of("layers.py", "v5e-1", tmp_path)
-    calls = {one["name"]: one["calls_per_step"] for one in captured.programs}
+    calls = {one.name: one.calls_per_step for one in captured.programs}
     assert calls == {"layer": 48, "head": 1}
     made = forecast_captured(captured, slice("v5e-1"))
     assert made.hardware_flops == pytest.approx((48 + 4) * 2 * 256 * 1024**2, rel=0.01)
@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
     captured = captured_of("large_initial.py", "v5e-1", tmp_path)
     made = forecast_captured(captured, slice("v5e-1"))
     assert not made.fits
-    assert made.rejected["need_bytes"] >= 24 * GIB
+    assert made.need_bytes >= 24 * GIB
     assert "needs 24.00 GiB of a device" in told(made, "beside its step")
     # Loops of two programs of a step, each with a number of its own.
     for names in ({"body": 7}, {"missing.py:1": 7}):

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -95,20 +96,20 @@ def test_a_step_is_what_changes_the_weights(
     tmp_path: Path, folder: Path, program: str, calls: dict[str, int]
 ) -> None:
     captured = capture(command_of(program, tmp_path), slice("v5e-1"), folder, quick=True)
-    assert {one["name"]: one["calls_per_step"] for one in captured.programs} == calls
+    assert {one.name: one.calls_per_step for one in captured.programs} == calls
 
 
 def test_gradients_that_are_gathered_outside_of_jit(tmp_path: Path, folder: Path) -> None:
     on = slice("v5e-8")
     captured = capture(command_of("accumulating.py", tmp_path), on, folder, quick=True)
-    assert [(one["name"], one["calls_per_step"]) for one in captured.programs] == [
+    assert [(one.name, one.calls_per_step) for one in captured.programs] == [
         ("gradient", 4),
         ("jit(move)", 1),
     ]
     made = forecast_captured(captured, on)
     one, other = (forecast_text(folder / f"program{n}.txt", on) for n in (0, 1))
     # jax.make_mesh walks the torus in a ring, and the program's device order is not JAX's default.
-    places = [tuple(place) for place in captured.programs[0]["places"]]
+    places = captured.programs[0].places
     assert sorted(places) == sorted(default_places(on))
     assert places != default_places(on)
     assert made.step_seconds is not None
@@ -119,7 +120,7 @@ def test_gradients_that_are_gathered_outside_of_jit(tmp_path: Path, folder: Path
     assert sum(made.time_by_resource.values()) == pytest.approx(made.step_seconds)
     assert made.hardware_flops == pytest.approx(4 * 2 * 2 * 64 * 1024 * 1024, rel=0.01)
     # Three additions for each four batches, and the mean of every tenth step.
-    assert 3 <= captured.answer["operations_per_step"] <= 6
+    assert 3 <= captured.answer.operations_per_step <= 6
 
 
 def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder:
     # Eight weight matmuls less the first one's gradient of its input, of which one device does all.
     by_hand = (3 * 4 - 1) * 2 * 256 * 2048 * 2048
     assert 8 * made.hardware_flops == pytest.approx(by_hand, rel=0.01)
-    assert captured.answer["ended"] == "stopped when its step had repeated"
+    assert captured.answer.ended == "stopped when its step had repeated"
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,8 @@ def test_a_program_of_several_processes(
     made = forecast_captured(captured, on)
     assert f"{processes} processes, batch ({32 * on.num_devices}, 2048)" in capfd.readouterr().err
     (program,) = captured.programs
-    assert program["mesh"] == {"slice": slices, "data": on.num_devices // slices}
-    assert len({place[4] for place in program["places"]}) == slices
+    assert program.mesh == {"slice": slices, "data": on.num_devices // slices}
+    assert len({place[4] for place in program.places}) == slices
     # By hand: a matmul forward and one for the weights' gradient, of 32 examples on each device.
     assert made.hardware_flops == pytest.approx(2 * 2 * 32 * 2048 * 2048, rel=0.01)
     assert (made.time_by_resource["dcn"] > 0) == (slices > 1)
@@ -166,7 +167,7 @@ def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> No
     own = on.num_devices // on.num_hosts
     assert f"process 0 of {on.num_hosts}, {own} of {on.num_devices}" in capfd.readouterr().err
     (program,) = captured.programs
-    assert (program["name"], program["mesh"]) == ("train_step", {"batch": on.num_devices})
+    assert (program.name, program.mesh) == ("train_step", {"batch": on.num_devices})
     # By hand: two matmuls, forward and twice backward less the gradient of the batch, of 32 examples on each device.
     assert made.hardware_flops == pytest.approx((3 * 2 - 1) * 2 * 32 * 1024 * 1024, rel=0.01)
     assert made.memory is not None
@@ -180,12 +181,12 @@ def test_functions_that_initialize_one_array_after_the_other_are_no_step(
     tmp_path: Path, folder: Path
 ) -> None:
     captured = capture(command_of("initializing.py", tmp_path), slice("v5e-8"), folder, quick=True)
-    assert [one["name"] for one in captured.programs] == ["gradient"]
-    assert {one["name"]: one["calls"] for one in captured.answer["others"]} == {
+    assert [one.name for one in captured.programs] == ["gradient"]
+    assert {one.name: one.calls for one in captured.answer.others} == {
         "make": 60,
         "cast": 60,
     }
-    assert not captured.answer["lent_libtpu"]
+    assert not captured.answer.lent_libtpu
 
 
 def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
@@ -194,8 +195,8 @@ def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
     first.mkdir()
     second.mkdir()
     found = capture(command, slice("v5e-8"), first, step="init", quick=True)
-    assert [one["name"] for one in found.programs] == ["init"]
-    assert [one["name"] for one in found.answer["others"]] == ["train_step"]
+    assert [one.name for one in found.programs] == ["init"]
+    assert [one.name for one in found.answer.others] == ["train_step"]
     with pytest.raises(RunError, match="no jitted function fit; it calls init, train_step"):
         capture(command, slice("v5e-8"), second, step="fit")
 
@@ -257,7 +258,7 @@ def test_an_environment_without_libtpu_is_lent_ours(tmp_path: Path, folder: Path
     on = slice("v5e-8")
     captured = capture([sys.executable, str(program)], on, folder, quick=True)
     made = forecast_captured(captured, on)
-    assert captured.answer["lent_libtpu"]
+    assert captured.answer.lent_libtpu
     assert "has no libtpu, and libtpu 0." in made.notes[0]
     assert made.memory_origin is Origin.compiled
     assert 8 * made.hardware_flops == pytest.approx(11 * 2 * 256 * 2048 * 2048, rel=0.01)
@@ -310,10 +311,14 @@ def is_running(word: str) -> bool:
     return word in listed
 
 
-def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_program_with_or_without_the_hook(
+    number: int, code: int, tmp_path: Path
+) -> None:
     marker = tmp_path / "running"
     program = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(60)"
-    words = ["forecast", "--on", "v5e-8", "--", sys.executable, "-c", program]
+    unhooked = ["env", "-u", "PYTHONPATH"] if number == signal.SIGTERM else []
+    words = ["forecast", "--on", "v5e-8", "--", *unhooked, sys.executable, "-c", program]
     process = subprocess.Popen(
         [sys.executable, "-m", "systolic", *words],
         stderr=subprocess.DEVNULL,
@@ -323,9 +328,18 @@ def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
     while not marker.exists():
         assert time.monotonic() - began < 60
         time.sleep(0.05)
-    process.send_signal(2)
-    assert process.wait(timeout=30) != 0
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
     assert not is_running(str(marker))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    keep = tmp_path / "file" / "keep"
+    words = ["forecast", "--on", "v5e-8", "--keep", str(keep), "--", sys.executable, "-c", "1"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--keep {keep} can't be written (Not a directory); give a folder" in line
 
 
 def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, folder: Path) -> None:
@@ -339,3 +353,9 @@ def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, fo
 def test_a_python_without_the_hook_is_refused(folder: Path, flag: str) -> None:
     with pytest.raises(OptionError, match=f"leave out {flag}"):
         capture(["python3", "-X", "dev", flag, "train.py"], slice("v5e-1"), folder)
+
+
+def test_a_program_that_fails_after_its_step_says_so(tmp_path: Path) -> None:
+    program = "import jax, sys; w = jax.numpy.ones((256, 256)); f = jax.jit(lambda w: w @ w)\nfor _ in range(5): w = f(w)\nraise ValueError(3)"
+    captured = capture([sys.executable, "-c", program], slice("v5e-1"), tmp_path, quick=True)
+    assert captured.answer.ended == "failed"

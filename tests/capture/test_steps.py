@@ -45,8 +45,8 @@ def test_arrays_beside_the_step_are_in_its_memory(tmp_path: Path, capsys) -> Non
     assert any("holds 1.00 GiB of arrays in the memory of a host" in note for note in made.notes)
     assert not made.fits
     assert made.rejected is not None
-    assert made.rejected["need_bytes"] == made.memory.peak_bytes > made.capacity_bytes
-    assert f"17.25 GiB {HELD}" in made.rejected["remedies"][0]
+    assert made.rejected.need_bytes == made.memory.peak_bytes > made.capacity_bytes
+    assert f"17.25 GiB {HELD}" in made.rejected.remedies[0]
     assert made.to_json()["hbm"]["by_kind"][HELD] == made.memory.by_kind[HELD]
     assert made.cautions[0].startswith("the step uses 4 of the 8 chips of v5e-8, and the bill is f")
 
@@ -175,11 +175,14 @@ class Recorder:
         self.steps = hook("steps")
         self.sequence, self.last, self.kinds = [], {}, {}
 
-    def call(self, name: str, *takes: str, into: str = "", flops: float = 1.0) -> None:
-        """Calls a function; ``into``: the name of what it makes, its own by default."""
+    def call(
+        self, name: str, *takes: str, into: str = "", flops: float = 1.0, size: int = 0
+    ) -> None:
+        """Calls a function; ``into``: the name of what it makes, its own by default; ``size``: bytes of its arguments."""
         kind = self.kinds.setdefault(name, SimpleNamespace(key=(name,), name=name, flops=flops))
         born = frozenset(self.last.get(one, -1) for one in takes)
-        now = SimpleNamespace(ids=[], links=(frozenset(), born), held={}, taken=set())
+        ids = [(len(self.sequence), size)] if size else []
+        now = SimpleNamespace(ids=ids, links=(frozenset(), born), held={}, taken=set())
         self.last[into or name] = len(self.sequence)
         self.sequence.append(self.steps.RecordedCall(kind, 0.0, 0, now))
 
@@ -297,3 +300,14 @@ def test_a_schedule_by_hand(calls: list[DeviceCall], seconds: float, busy: float
     made = schedule(calls)
     assert made.seconds == pytest.approx(seconds)
     assert made.busy == pytest.approx(busy)
+
+
+@pytest.mark.parametrize(("size", "listed"), [(10**9, True), (10**6, False)])
+def test_a_rare_call_without_flops_is_listed_by_its_bytes(size: int, listed: bool) -> None:
+    """An average of weights every fourth step: 1e9 bytes count as 1e11 FLOPs, a quarter of the four steps'."""
+    made = Recorder()
+    for step in range(24):
+        made.call("train", "train", flops=1e11)
+        if step % 4 == 3:
+            made.call("average", "average", "train", flops=0.0, size=size)
+    assert made.step() == (["train"], [("average", 1.0, 4.0)] if listed else [])

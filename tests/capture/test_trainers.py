@@ -26,8 +26,8 @@ def test_a_step_in_the_train_state_is_counted(tmp_path: Path, capfd) -> None:
     assert steps == [(str(n), str(n), str(2 * n), str(n)) for n in range(1, 31)]
     assert "ended at 30" in said
     # With a counter that is always 0 the histogram of each hundredth step would be called after every one.
-    assert [one["name"] for one in captured.programs] == ["train_step"]
-    assert {one["name"] for one in captured.answer["others"]} == {"initialize"}
+    assert [one.name for one in captured.programs] == ["train_step"]
+    assert {one.name for one in captured.answer.others} == {"initialize"}
 
 
 COMPILING = """
@@ -64,4 +64,4 @@ def test_the_variable_of_the_platform_names_no_cpu(tmp_path: Path, monkeypatch) 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     program = shutil.copy(PROGRAMS / "asking.py", tmp_path / "asking.py")
     captured = capture([sys.executable, str(program)], slice("v5e-8"), folder, quick=True)
-    assert [one["name"] for one in captured.programs] == ["step"]
+    assert [one.name for one in captured.programs] == ["step"]

@@ -5,6 +5,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace as replaced
+
 from systolic.capture import capture
 from systolic.chips import slice
 from systolic.forecasting.captured import forecast_parts, parts_of
@@ -20,16 +22,16 @@ def test_a_program_that_executes_less_than_is_written_says_so(tmp_path: Path) ->
     folder.mkdir()
     command = [sys.executable, str(shutil.copy(PROGRAM, tmp_path / PROGRAM.name))]
     captured = capture(command, on, folder, quick=True)
-    (facts,) = captured.programs
-    assert facts["flops"] == NEEDED + UNNEEDED
-    assert facts["needed_flops"] == NEEDED
+    (program,) = captured.programs
+    assert program.flops == NEEDED + UNNEEDED
+    assert program.needed_flops == NEEDED
     parts = parts_of(captured, on)
     made = forecast_parts(captured, parts, on)
     assert not made.incomplete
     assert made.hardware_flops == NEEDED
     assert not [text for text in made.cautions if "its results need" in text]
     # The same program, if it were to need twice as much.
-    wanting = replace(parts[0], facts={**facts, "needed_flops": 2.0 * NEEDED})
+    wanting = replace(parts[0], program=replaced(program, needed_flops=2.0 * NEEDED))
     (caution,) = [
         text for text in forecast_parts(captured, [wanting], on).cautions if "need" in text
     ]

@@ -166,7 +166,7 @@ def test_classes_of_a_module_that_moved_are_found(
         "systolic.once": "systolic.nowhere",
         "systolic.once.here": "systolic.models.encoder",
     }
-    monkeypatch.setattr(job_record, "MOVED", moved_to)
+    monkeypatch.setattr(job_record, "MOVED", {**job_record.MOVED, **moved_to})
     assert systolic.open(run, checkpoint="last").job.model.layers == 1
 
 

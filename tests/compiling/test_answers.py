@@ -56,7 +56,7 @@ def test_facts_are_those_of_who_asks(root: Path) -> None:
     made = [of_outcome(one, "f", slice(ON), 0.0) for one in (first, second)]
     assert [one.model_flops for one in made] == [1e9, 2e9]
     assert [(one.unit, one.units) for one in made] == [("tokens", 512), ("examples", 8)]
-    assert first.report["program"]["units"] == 512
+    assert first.report.program.units == 512
 
 
 @pytest.mark.slow

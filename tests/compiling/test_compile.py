@@ -65,11 +65,11 @@ def test_the_answer_is_a_schedule(root: Path, first: tuple[Outcome, list[str]]) 
     assert module.is_scheduled
     assert module.num_partitions == 4
     assert [p.shape.dims for p in module.entry.parameters] == [(256, 512), (512, 256)]
-    memory = answer.report["memory"]
-    assert memory["argument_size_in_bytes"] == 2 * 2 * 256 * 512
-    assert memory["used_in_bytes"] >= memory["argument_size_in_bytes"]
-    assert answer.report["flops"] == pytest.approx(2 * 256 * 512 * 256, rel=0.05)
-    assert sorted(map(tuple, answer.report["places"])) == [
+    memory = answer.report.memory
+    assert memory.argument_size_in_bytes == 2 * 2 * 256 * 512
+    assert memory.used_in_bytes >= memory.argument_size_in_bytes
+    assert answer.report.flops == pytest.approx(2 * 256 * 512 * 256, rel=0.05)
+    assert sorted(map(tuple, answer.report.places)) == [
         (x, y, 0, 0, 0) for x in range(2) for y in range(2)
     ]
     assert left_behind(root) == []
@@ -229,7 +229,7 @@ def test_the_quick_compile_knows_the_same_memory(tmp_path: Path) -> None:
     assert isinstance(whole, Compiled)
     assert isinstance(short, Compiled)
     assert short.digest != whole.digest
-    assert short.report["memory"]["used_in_bytes"] == whole.report["memory"]["used_in_bytes"]
+    assert short.report.memory.used_in_bytes == whole.report.memory.used_in_bytes
 
 
 def test_code_keeps_the_name_of_its_file() -> None:

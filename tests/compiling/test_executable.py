@@ -9,12 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler, compile, executable
-from systolic.compiling.executable import Fingerprint, check, flags_of, place, program_digest
+from systolic.compiling.executable import (
+    Fingerprint,
+    SavedExecutable,
+    check,
+    flags_of,
+    place,
+    program_digest,
+)
 from systolic.core.errors import NotFoundError, RunError
 from tests.compiling import functions
 
@@ -50,9 +58,9 @@ def saved(tmp_path: Path) -> Path:
     path.write_bytes(content)
     made = executable.stamp(lowered.as_text(), jax.devices()[:1])
     report = {
-        "stamp": made.to_json(),
+        "stamp": msgspec.to_builtins(made),
         "program": FACTS,
-        "executable": executable.signature(content),
+        "executable": msgspec.to_builtins(executable.signature(content)),
     }
     (tmp_path / "step.json").write_text(json.dumps(report))
     return path
@@ -100,13 +108,19 @@ def test_what_the_runtime_refuses_is_one_line(saved: Path) -> None:
     saved.write_bytes(content)
     beside = saved.with_name("step.json")
     report = json.loads(beside.read_text())
-    beside.write_text(json.dumps({**report, "executable": executable.signature(content)}))
+    beside.write_text(
+        json.dumps({**report, "executable": msgspec.to_builtins(executable.signature(content))})
+    )
     with pytest.raises(RunError, match="its runtime refuses it") as raised:
         executable.load(saved, lower(), jax.devices()[:1])
     assert "\n" not in str(raised.value)
 
 
 VERSIONS = HERE.versions
+
+
+def described(stamp: Fingerprint) -> SavedExecutable:
+    return SavedExecutable(stamp=stamp, executable=executable.signature(b""), program=FACTS)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +150,8 @@ VERSIONS = HERE.versions
     ],
 )
 def test_the_first_mismatch_is_named(saved: dict[str, Any], told: str) -> None:
-    report = {"stamp": replace(HERE, **saved, program="c").to_json(), "program": FACTS}
     with pytest.raises(RunError) as raised:
-        check(Path("step"), report, HERE, FACTS)
+        check(Path("step"), described(replace(HERE, **saved, program="c")), HERE, FACTS)
     assert str(raised.value).startswith(f"step does not match: {told}")
     assert "\n" not in str(raised.value)
 
@@ -152,14 +165,13 @@ def test_the_first_mismatch_is_named(saved: dict[str, Any], told: str) -> None:
     ],
 )
 def test_another_program_is_told_by_what_is_known_of_it(facts: dict[str, Any], told: str) -> None:
-    report = {"stamp": replace(HERE, program="c").to_json(), "program": FACTS}
     with pytest.raises(RunError) as raised:
-        check(Path("step"), report, HERE, facts)
+        check(Path("step"), described(replace(HERE, program="c")), HERE, facts)
     assert str(raised.value).startswith(f"step is another program: {told}")
 
 
 def test_a_match_is_a_match() -> None:
-    check(Path("step"), {"stamp": HERE.to_json(), "program": FACTS}, HERE, FACTS)
+    check(Path("step"), described(HERE), HERE, FACTS)
 
 
 def test_flags_come_from_the_environment() -> None:
@@ -203,12 +215,13 @@ def test_a_step_for_a_slice_says_what_it_is_for(tmp_path: Path) -> None:
     assert isinstance(again, Compiled)
     assert (again.cached, again.folder) == (True, made.folder)
     assert made.executable is not None
-    assert made.report["executable"] == executable.signature(made.executable.read_bytes())
-    stamp = Fingerprint.from_json(made.report["stamp"])
+    assert made.report.executable == executable.signature(made.executable.read_bytes())
+    stamp = made.report.stamp
+    assert stamp is not None
     assert (stamp.platform, stamp.kind, stamp.devices) == ("tpu", "TPU v5 lite", 4)
     assert stamp.versions.keys() == {"jax", "jaxlib", "libtpu"}
     assert int(stamp.build) > 0
-    assert stamp.places == made.report["places"]
+    assert stamp.places == made.report.places
     assert sorted(stamp.ids) == [0, 1, 2, 3]
     path = tmp_path / "step"
     executable.save(made, path)

@@ -99,6 +99,14 @@ def test_buffers_of_the_message_have_kinds_in_a_forecast() -> None:
         "collective buffers",
     ]
     assert record["hbm"]["peak_bytes"] == 20.5 * GIB
+    rejected = {name: value for name, value in record["rejected"].items() if name != "buffers"}
+    assert rejected == {
+        "space": "hbm",
+        "need_bytes": 20.5 * GIB,
+        "have_bytes": 15.75 * GIB,
+        "remedies": [],
+    }
+    assert list(record["rejected"]["buffers"][0]) == ["bytes", "op", "shape", "source", "kind"]
 
 
 def test_on_chip_memory_is_told_apart() -> None:

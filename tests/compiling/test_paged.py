@@ -100,7 +100,7 @@ def test_a_step_copies_neither_pages_nor_weights(
     )
     answer = compile(program, slice(on), Compiler(root=tmp_path).quick())
     assert isinstance(answer, Compiled), answer
-    assert not answer.report["program"]["notes"]
+    assert not answer.report.program.notes
     module = parse(answer.hlo)
     # One for the texts that read a token and one for the prompt.
     assert len(kernels_of(module)) == 2 * LAYERS
@@ -115,7 +115,7 @@ def test_a_step_copies_neither_pages_nor_weights(
     # What is restored of pages in int8: in two bytes, and with scales in four on the way.
     restored = 6 * (ROWS + 1) * PAGES * PAGE_SIZE * 2 * sizes["kv_heads"] * sizes["head_dim"]
     slack = SLACK_BYTES + (restored if cache is ServedCache.int8 else 0)
-    assert arguments < answer.report["memory"]["used_in_bytes"] < arguments + slack
+    assert arguments < answer.report.memory.used_in_bytes < arguments + slack
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_every_generation_compiles_with_its_flags(tmp_path: Path, name: str) -> 
     compiler = Compiler(root=tmp_path, flags=flags).quick()
     made = compile(functions.program(functions.matmul, on.name), on, compiler)
     assert isinstance(made, Compiled)
-    assert made.report["flags"] == list(flags)
+    assert made.report.flags == list(flags)
 
 
 @pytest.mark.slow
@@ -33,4 +33,4 @@ def test_a_flag_that_is_no_option_goes_into_the_environment(tmp_path: Path) -> N
     compiler = Compiler(root=tmp_path, flags=(flag,)).quick()
     made = compile(functions.program(functions.matmul, on.name), on, compiler)
     assert isinstance(made, Compiled)
-    assert made.report["flags"] == [flag]
+    assert made.report.flags == [flag]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from systolic.cli.main import main
+from systolic.compiling.host_backend import CpuRates
 from systolic.core.errors import NotFoundError
 from systolic.explaining.profiles import is_profile, slice_of
 from systolic.forecasting import profiled as session_traced
@@ -173,11 +174,11 @@ def test_the_end_of_a_run_has_its_ops_beside_the_forecast(traced: Path) -> None:
 def test_a_screen_shows_where_the_difference_lies(
     traced: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = {
-        "matmul_flops_per_second": 5e10,
-        "memory_bytes_per_second": 1e10,
-        "vector_operations_per_second": 5e9,
-    }
+    rates = CpuRates(
+        matmul_flops_per_second=5e10,
+        memory_bytes_per_second=1e10,
+        vector_operations_per_second=5e9,
+    )
     monkeypatch.setattr(session_traced, "measured_rates", lambda _: rates)
     with Run.open(traced) as run:
         found = traced_beside(run, traced / "profile")

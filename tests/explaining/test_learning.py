@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 
 import systolic
@@ -36,6 +37,8 @@ from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, Optimize
 from systolic.recipes.jobs.source import source_of
 from systolic.runs import Run
 from systolic.runs.access import Access
+from systolic.runs.job_record import JobRecord
+from systolic.runs.metrics import EvalRecord, EventRecord, ProbeRecord, TrainRecord
 from systolic.runs.record import RunRecord, load_run
 from systolic.steps.input import training
 from systolic.training.ledger import Ledger
@@ -220,11 +223,12 @@ def test_uneven_experts_are_told_from_too_few_slots(
     factor: float, dropped: float, name: str | None
 ):
     records = [
-        {"step": n, "loss": 1.0, "learning_rate": 0.1, "dropped": dropped} for n in range(20)
+        TrainRecord(step=n, loss=1.0, learning_rate=0.1, terms={"dropped": dropped})
+        for n in range(20)
     ]
     history = RunRecord(
         path=Path("runs/m"),
-        job={"options": {"model": {"capacity_factor": factor, "router_loss": 0.01}}},
+        job=JobRecord(options={"model": {"capacity_factor": factor, "router_loss": 0.01}}),
         train=records,
     )
     cause = full_experts(history)
@@ -400,17 +404,17 @@ def test_advice_about_evaluations_leaves_fewer_of_them(
     if len(evals) > 1:
         options["evaluation"]["batches"] = 0
     records = [
-        {"step": step, "split": "validation", "metrics": {}, "batches": read, "final": last}
+        EvalRecord(step=step, split="validation", batches=read, final=last)
         for step, read, last in evals
     ]
     history = RunRecord(
-        path=Path("runs/e"), job={"options": options, "job": {"steps": 40}}, evals=records
+        path=Path("runs/e"), job=JobRecord(options=options, job={"steps": 40}), evals=records
     )
     cause = evaluation(history, {"eval": 15.0}, 100.0)
     assert cause is not None
     assert [one.partition(":")[0] for one in cause.advice] == advice
     options["checkpoints"] = {"every": 50}
-    saved = [{"name": "checkpoint", "step": 40}]
+    saved = [EventRecord(name="checkpoint", step=40)]
     cause = checkpoints(replace(history, events=saved), {"checkpoint": 15.0}, 100.0)
     assert cause is not None
     assert [one.partition(":")[0] for one in cause.advice] == [
@@ -436,12 +440,12 @@ def test_advice_is_a_change_of_the_present_settings():
         "batch": 1,
     }
     flat = [
-        {"step": n, "loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3 * n / 800}
+        TrainRecord(step=n, loss=5.0, grad_norm=1.0, learning_rate=1e-3 * n / 800)
         for n in range(1, 101)
     ]
-    event = {"name": "skip", "step": 90, "detail": "the loss of step 90 is not a number"}
+    event = EventRecord(name="skip", step=90, detail="the loss of step 90 is not a number")
     history = RunRecord(
-        path=Path("runs/s"), job={"options": options, "job": {"steps": 1000}}, train=flat
+        path=Path("runs/s"), job=JobRecord(options=options, job={"steps": 1000}), train=flat
     )
     broken = diverged(replace(history, events=[event]))
     assert broken is not None
@@ -453,22 +457,24 @@ def test_advice_is_a_change_of_the_present_settings():
     assert still is not None
     assert still.advice[0] == "--schedule.warmup 10"
     assert len(still.advice) == 1, "no recipe, whose data a command could show"
-    probe = {"parameters": {}, "batch": 1, "parts": 2, "big_square": 1.0, "small_square": 1.0}
-    probes = [probe | {"step": n, "learning_rate": 1e-3, "loss": 1.0} for n in (50, 100)]
+    probe = ProbeRecord(
+        step=50, batch=1, parts=2, big_square=1.0, small_square=1.0, learning_rate=1e-3
+    )
+    probes = [probe, msgspec.structs.replace(probe, step=100)]
     assert layers.batch(replace(history, diagnoses=probes)) is None, "one example is the least"
 
 
 def test_a_plateau_advises_one_direction_and_a_command_that_is_taken(tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_text("words " * 50)
     given = {"path": tmp_path / "some.txt", "steps": 9, "field": "a b", "layout": Layout(fsdp=2)}
-    record = {
-        "recipe": "lm",
-        "options": recipes.plain(source_of("lm", given).options),
-        "job": {"steps": 100},
-    }
+    record = JobRecord(
+        recipe="lm",
+        options=recipes.plain(source_of("lm", given).options),
+        job={"steps": 100},
+    )
     for slope, first, then in ((1e-4, "3e-05", "0.003"), (-1e-4, "0.003", "3e-05")):
         flat = [
-            {"step": n, "loss": 5.0 + slope * n, "grad_norm": 1.0, "learning_rate": 3e-4}
+            TrainRecord(step=n, loss=5.0 + slope * n, grad_norm=1.0, learning_rate=3e-4)
             for n in range(1, 101)
         ]
         found = plateau(RunRecord(path=tmp_path, job=record, train=flat))
@@ -571,7 +577,7 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
 def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(healthy: RunRecord):
     history = healthy
     # Rounding takes a cosine below zero one step past its end, where a probe of the last checkpoint is.
-    ended = [{**look, "learning_rate": -1.6e-9} for look in history.diagnoses]
+    ended = [msgspec.structs.replace(look, learning_rate=-1.6e-9) for look in history.diagnoses]
     decayed = replace(history, diagnoses=ended)
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
     assert any("has decayed" in line for line in unknown(decayed))
@@ -586,9 +592,9 @@ def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(healthy: RunRecord)
 def test_a_validation_loss_below_the_training_loss_is_not_learnt_by_heart(tmp_path: Path):
     def history(validation: list[float]) -> RunRecord:
         steps = range(1, 101)
-        train = [{"step": n, "loss": 0.3 if n < 50 else 0.06, "time": n} for n in steps]
+        train = [TrainRecord(step=n, loss=0.3 if n < 50 else 0.06) for n in steps]
         evals = [
-            {"step": step, "split": "validation", "metrics": {"loss": loss}}
+            EvalRecord(step=step, split="validation", metrics={"loss": loss})
             for step, loss in zip((50, 75, 100), validation, strict=True)
         ]
         return RunRecord(path=Path("run"), train=train, evals=evals)

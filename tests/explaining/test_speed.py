@@ -6,16 +6,18 @@ import pytest
 
 from systolic.explaining import runs
 from systolic.explaining.settings import Settings, inspecting
+from systolic.runs.job_record import JobRecord
+from systolic.runs.metrics import ProbeRecord
 from systolic.runs.record import RunRecord
 
 
 def history(**more: object) -> RunRecord:
-    return RunRecord(path=Path("run"), job={"options": {}, "job": {"steps": 1000}}, **more)
+    return RunRecord(path=Path("run"), job=JobRecord(job={"steps": 1000}), **more)
 
 
 def test_probes_become_as_rare_as_a_hundredth_of_the_time() -> None:
     """Two probes of 15 s, ten steps apart, take 30 of 100 s: one in 300 steps would take 1 s."""
-    run = history(diagnoses=[{"step": 10}, {"step": 20}])
+    run = history(diagnoses=[ProbeRecord(step=10), ProbeRecord(step=20)])
     found = runs.probes(run, {"diagnose": 30.0, "step": 70.0}, 100.0)
     assert found is not None
     assert (found.seconds, found.share) == (30.0, pytest.approx(0.3))
@@ -28,7 +30,7 @@ def test_probes_become_as_rare_as_a_hundredth_of_the_time() -> None:
     assert none is not None
     assert list(none.advice) == ["--diagnose 0"]  # not within this run of 1,000 steps
     assert runs.probes(run, {"diagnose": 1.9}, 100.0) is None
-    assert runs.probes(history(diagnoses=[{"step": 10}]), {"diagnose": 30.0}, 100.0) is None
+    assert runs.probes(history(diagnoses=[ProbeRecord(step=10)]), {"diagnose": 30.0}, 100.0) is None
 
 
 def test_a_start_that_takes_a_third_is_told() -> None:
@@ -50,7 +52,7 @@ def test_a_batch_changes_through_the_option_that_the_run_was_made_with() -> None
 def test_the_command_that_shows_the_data_has_switches_as_typed() -> None:
     """The data's options that differ from the recipe's, and none of its training."""
     given = {"steps": 5, "path": "texts", "packed": False, "shuffle": True, "names": ["a", "b c"]}
-    run = RunRecord(path=Path("run"), job={"recipe": "mine.py:own", "options": given})
+    run = RunRecord(path=Path("run"), job=JobRecord(recipe="mine.py:own", options=given))
     assert inspecting(run) == (
         "systolic data inspect mine.py:own --path texts --no-packed --shuffle --names a 'b c'"
     )

@@ -397,7 +397,7 @@ def of_orders() -> dict[str, tuple[Any, Any]]:
         made = function_program(function, (X, W), {}, ON, Spread(mesh=spread))
         traced = made.trace(ON, DEVICES[8:])
         numbers = [device.id - 8 for device in traced.mesh.devices.flat]
-        notes = [note for note in traced.facts["notes"] if "0, 7, 3, 4, 1, 6, 2, 5" in note]
+        notes = [note for note in traced.facts.notes if "0, 7, 3, 4, 1, 6, 2, 5" in note]
         found[name] = ((numbers, len(notes)), (wanted.ravel().tolist(), wanted is ranks))
     return found
 

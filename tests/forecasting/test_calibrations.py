@@ -13,6 +13,7 @@ from systolic.chips import slice
 from systolic.compiling import Compiled, Outcome
 from systolic.compiling.compile import Pool
 from systolic.compiling.outcome import HLO, REPORT
+from systolic.compiling.traced import ProgramFacts
 from systolic.core import files
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.forecasting.calibrations import (
@@ -340,7 +341,7 @@ def test_what_runs_beside_the_core_is_not_corrected() -> None:
 
 def forecast_of(timeline: Timeline, name: str = LM) -> systolic.Forecast:
     module = recorded.module(name)
-    facts = {"unit": "tokens", "units": 8}
+    facts = ProgramFacts(unit="tokens", units=8)
     return assemble(
         module=module,
         timeline=timeline,
@@ -357,7 +358,9 @@ def test_the_range_comes_from_the_spread() -> None:
     told = made.to_json()["calibration"]
     matmuls = told["corrected_seconds"]["matmul"]
     rest = made.step_seconds - matmuls - made.timeline.by_rule[0]
-    low, high, _ = interval_of("v5e", rest, {"unit": "tokens"}, detail_of(recorded.module(LM)))
+    low, high, _ = interval_of(
+        "v5e", rest, ProgramFacts(unit="tokens"), detail_of(recorded.module(LM))
+    )
     by_rule = made.timeline.by_rule
     assert made.low == pytest.approx(low + matmuls * 1.1 / 1.2 + by_rule[1])
     assert made.high == pytest.approx(high + matmuls * 1.5 / 1.2 + by_rule[2])

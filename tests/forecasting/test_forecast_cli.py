@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from systolic.chips import slice
@@ -16,6 +17,7 @@ from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
 from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.store import Store
 from systolic.forecasting.display import view
 from systolic.forecasting.run import save_executable
@@ -115,12 +117,15 @@ def test_what_does_not_fit_ends_with_one(capsys) -> None:
 
 def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
     (tmp_path / "executable.jax").write_bytes(b"code")
-    (tmp_path / "report.json").write_text('{"program": {"name": "of who asked first"}}')
-    answer = Compiled(tmp_path, "recorded", True, {"name": "mine"})
+    report = json.loads((recorded.FOLDER / "lm-scoped-v5e-4.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    mine = msgspec.convert({**report["program"], "name": "mine"}, ProgramFacts)
+    answer = Compiled(tmp_path, "recorded", True, mine)
     save_executable(replace(recorded.fitting(), answer=answer), tmp_path / "there" / "step.bin")
     assert (tmp_path / "there" / "step.bin").read_bytes() == b"code"
     beside = json.loads((tmp_path / "there" / "step.bin.json").read_text())
-    assert beside == {"program": {"name": "mine"}}
+    assert report.pop("digest")
+    assert beside == {**report, "program": {**report["program"], "name": "mine"}}
 
 
 @pytest.fixture

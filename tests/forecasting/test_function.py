@@ -230,7 +230,7 @@ def test_what_no_array_holds_is_a_constant_of_a_plain_function() -> None:
     assert {"mul", "tanh"} <= {one.primitive.name for one in made.traced.jaxpr.jaxpr.eqns}
     # A number is an argument, until the function decides by it.
     assert len(traced(lambda x, n: x * n, array(8), 3).traced.jaxpr.in_avals) == 2
-    assert "numbers of Python among the arguments are constants" in made.facts["notes"][0]
+    assert "numbers of Python among the arguments are constants" in made.facts.notes[0]
     shape = traced(lambda x, n: x.reshape(n, -1), array(8), 2).traced.jaxpr.out_avals[0].shape
     assert shape == (2, 4)
 
@@ -355,7 +355,7 @@ def test_flags_and_quick_reach_the_compiler(cache: Path) -> None:
     made = systolic.forecast(apply, PARAMS, X, on=ON, spread={"data": 4}, flags=flag, quick=True)
     assert made.compiler["flags"] == [flag]
     assert made.answer is not None
-    assert "schedule_only" in made.answer.report["options"]
+    assert "schedule_only" in made.answer.report.options
     assert made.fits
     # Python has all that the command line prints.
     record = made.to_json()
@@ -381,9 +381,9 @@ def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     assert made.answer is not None
     # The weights are arguments, not constants, and their memory is taken by the result.
     weights = 4 * (32 * 64 + 64 + 64 * 16 + 16)
-    memory = made.answer.report["memory"]
-    assert memory["argument_size_in_bytes"] == weights + 4 * 64 * 32
-    assert memory["alias_size_in_bytes"] == weights
+    memory = made.answer.report.memory
+    assert memory.argument_size_in_bytes == weights + 4 * 64 * 32
+    assert memory.alias_size_in_bytes == weights
 
 
 class Stages(Reporter):

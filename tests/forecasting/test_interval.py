@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from systolic.compiling.traced import ProgramFacts
 from systolic.forecasting.run import ScheduleDetail, detail_of, interval_of
 from tests.recorded import operations
 
@@ -82,7 +83,7 @@ def test_runs_of_one_model_on_more_slices_count_once() -> None:
 
 def test_a_range_says_what_it_rests_on() -> None:
     table = tomllib.loads(intervals.TABLE.read_text())
-    job, function = {"unit": "tokens"}, {"unit": "calls"}
+    job, function = ProgramFacts(unit="tokens"), ProgramFacts(unit="calls")
     for facts, kind, mode, generation, used in (
         (job, "step", "quick", "v6e", "v6e"),
         (job, "step", "quick", "v5e", "all"),
@@ -108,11 +109,10 @@ def test_a_range_says_how_many_results_lie_in_it() -> None:
 
 
 def test_a_range_says_where_its_results_are_of_another_kind() -> None:
-    of_decode = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "decode"}, ScheduleDetail.quick)[
-        2
-    ]
+    decode, train = (ProgramFacts(unit="tokens", verb=verb) for verb in ("decode", "train"))
+    of_decode = interval_of("v6e", 2.0, decode, ScheduleDetail.quick)[2]
     assert of_decode.endswith("train steps on v6e; no decode step among them")
-    compiled = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "train"}, ScheduleDetail.full)[2]
+    compiled = interval_of("v6e", 2.0, train, ScheduleDetail.full)[2]
     assert compiled.endswith("v6e, forecast from schedules")
 
 

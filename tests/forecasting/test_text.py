@@ -185,7 +185,8 @@ def test_a_dump_that_does_not_fit_says_so(tmp_path: Path) -> None:
     made = forecast_text(path, slice("v5e-1"))
     assert not made.fits
     assert made.step_seconds is None
-    assert (made.rejected or {})["need_bytes"] == 3 * 2 * 131072**2
+    assert made.rejected is not None
+    assert made.rejected.need_bytes == 3 * 2 * 131072**2
 
 
 def test_what_the_compiler_fitted_is_timed(tmp_path: Path) -> None:
@@ -237,3 +238,13 @@ def test_no_format_is_used_above_its_peak(tmp_path: Path) -> None:
     # bf16 alone has one peak, which needs no name.
     plain = replace(made, flops_by_format={"bf16": made.hardware_flops})
     assert dict(readings.speed(plain))["HFU"].endswith(" %")
+
+
+def test_a_dump_for_one_device_says_that_the_bill_is_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(recorded.text("blocks-v5e-1"))
+    one, eight = (forecast_text(path, slice(name)) for name in ("v5e-1", "v5e-8"))
+    assert eight.step_seconds == one.step_seconds
+    assert eight.hfu == pytest.approx(one.hfu / 8)
+    (caution,) = set(eight.cautions) - set(one.cautions)
+    assert "dump.txt runs on one of the 8 devices of v5e-8, and the bill is for all" in caution

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from systolic.launching.record import LOCAL, Launched
@@ -32,7 +33,7 @@ def made(folder: Path, **fields: Any) -> Launched:
         "bill": {"usd_per_hour": 10.0},
         "commands": {"detached": False},
     }
-    return Launched(**{**given, **fields})
+    return msgspec.convert({**given, **fields}, Launched)
 
 
 def used(launch: Launched, now: float) -> Any:

@@ -100,6 +100,18 @@ def test_a_damaged_record_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "and the list has no copy; choose a new folder with --out" in run(again, capsys, 2)[1]
 
 
+def test_a_record_of_other_types_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    listed("here", bill={"usd_per_hour": "10"})
+    out, err = run("runs", capsys)
+    assert "here  ?" in out
+    assert "here.json is damaged" in err
+    err = run("status launches/here", capsys, 1)[1]
+    reason = "damaged (Expected `float | null`, got `str` - at `$.bill.usd_per_hour`)"
+    assert err == f"systolic: launches/here/launch.json is {reason}; launch it again\n"
+    err = run("launch digits --on 2xcpu --via local --name here", capsys, 2)[1]
+    assert "launch.json is empty, cut short or damaged, and the list has no copy" in err
+
+
 def test_status_of_a_folder_without_its_state(capsys: pytest.CaptureFixture[str]) -> None:
     listed("mine")
     Path("launches").rename("moved")

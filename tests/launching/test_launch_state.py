@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from systolic.cli.main import main
@@ -39,9 +40,13 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return told
 
 
+def this_process() -> dict[str, Any]:
+    return msgspec.to_builtins(identity(os.getpid()))
+
+
 def process(folder: Path, **fields: Any) -> None:
     """Writes that a launch is this process, or with other fields another one."""
-    (folder / "process.json").write_text(json.dumps(identity(os.getpid()) | fields))
+    (folder / "process.json").write_text(json.dumps(this_process() | fields))
 
 
 TPU = "launch digits --via tpu-vm --run gs://bucket/digits --on v5e-16 --zone us-east5-b --name far"
@@ -97,16 +102,57 @@ def test_the_host_is_known_by_its_name_and_boot(
         pytest.skip("this system has no ID of its boot")
     folder = listed("mine")
     process(folder, **fields)
-    (folder / "state.json").write_text(json.dumps({"phase": "running", **identity(os.getpid())}))
+    (folder / "state.json").write_text(json.dumps({"phase": "running", **this_process()}))
     assert f"mine on 2xcpu via local: {name}" in run("status mine")
 
 
 def test_a_record_without_a_host_is_of_this_one(run: Callable[..., str]) -> None:
     folder = listed("mine")
-    mine = identity(os.getpid())
-    (folder / "process.json").write_text(json.dumps({"pid": mine["pid"], "started": 1.0}))
+    (folder / "process.json").write_text(json.dumps({"pid": os.getpid(), "started": 1.0}))
     assert "mine on 2xcpu via local: lost" in run("status mine")
     assert "mine: not running (lost)" in run("stop mine")
+
+
+@pytest.mark.parametrize("name", ["process.json", "state.json"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "empty"),
+        ("{", "cut short"),
+        ("[]", "damaged (Expected `object`, got `array`)"),
+        ('{"pid": "one", "phase": "done"}', "damaged (Expected `int`, got `str` - at `$.pid`)"),
+        ('{"phase": "done"}', "damaged (Object missing required field `pid`)"),
+    ],
+)
+def test_a_damaged_file_of_a_process_is_one_line(
+    run: Callable[..., str], name: str, text: str, reason: str
+) -> None:
+    folder = listed("mine")
+    process(folder)
+    (folder / name).write_text(text)
+    line = f"{(folder / name).absolute()} is {reason}; remove it if its launch is not running"
+    assert f"mine: {line}\n" in (shown := run("runs"))
+    assert "mine  local  2xcpu  unknown" in shown
+    assert f"problem  {line}\n" in run("status mine", 1)
+    assert json.loads(run("status mine --json"))["trouble"] == line
+    assert run("stop mine", 1) == f"systolic: {line}\n"
+    (folder / name).unlink()
+    assert "mine on 2xcpu via local: " in run("status mine")
+
+
+def test_fields_of_another_version_are_shown(run: Callable[..., str]) -> None:
+    """Parts of a record and a supervisor's state may have fields more, and an old record fewer."""
+    bill = {"usd": 1, "usd_per_hour": 2, "carbon": 3}
+    commands = {"detached": True, "more": [["a"]]}
+    before = {"slice": "v5e-8", "bill": {"usd_per_hour": 5}, "until": "2026-01-01T01:00:00+00:00"}
+    folder = listed("mine", bill=bill, commands=commands, earlier=[before], more=1)
+    process(folder)
+    state = {"phase": "running", **this_process(), "more": 2, "left_out": [1]}
+    (folder / "state.json").write_text(json.dumps(state))
+    shown = json.loads(run("status mine --json"))
+    assert (shown["bill"], shown["commands"], shown["earlier"]) == (bill, commands, [before])
+    assert {name: shown[name] for name in state} == state
+    assert "mine on 2xcpu via local: running, without slice 1\n" in run("status mine")
 
 
 def test_a_launch_that_was_only_written_is_not_lost(run: Callable[..., str]) -> None:
@@ -237,7 +283,7 @@ def test_a_stop_that_killed_processes_fails_and_names_the_checkpoint(
         if step == 20:  # the other was not completed
             manifest.seal(checkpoint, step=step, leaves={}, metrics={}, ignore=[])
     supervisor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    process(folder, **identity(supervisor.pid))
+    process(folder, **msgspec.to_builtins(identity(supervisor.pid)))
 
     def killed(pid: int, number: int) -> None:
         assert (pid, number) == (supervisor.pid, signal.SIGTERM)

@@ -325,7 +325,7 @@ def google(folder: Path, monkeypatch: pytest.MonkeyPatch, states: str, codes: st
 
 def state() -> str:
     (one,) = launches()
-    return phase(one)["phase"]
+    return phase(one).name
 
 
 def wait_for(ready: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -24,6 +25,7 @@ from systolic.launching.supervisor import (
     lives,
     unsaved,
 )
+from systolic.launching.supervisor import main as supervisor
 
 PATIENCE_SECONDS = 60
 
@@ -265,11 +267,24 @@ def test_processes_of_a_killed_supervisor_are_ended_by_the_next(tmp_path: Path) 
     first.wait()
     assert all(psutil.pid_exists(pid) for pid in left)
     assert supervise(tmp_path, "pass").wait(PATIENCE_SECONDS) == 0
-    wait(lambda: not any(lives({**identity(pid)}) for pid in left if psutil.pid_exists(pid)))
+    wait(lambda: not any(lives(identity(pid)) for pid in left if psutil.pid_exists(pid)))
 
 
 def test_a_process_is_known_by_its_start_too() -> None:
     mine = identity(os.getpid())
     assert lives(mine)
-    assert not lives({**mine, "started": mine["started"] - 100})
-    assert not lives({})
+    assert not lives(msgspec.structs.replace(mine, started=mine.started - 100))
+
+
+def test_damaged_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, reason in {
+        "{": "cut short",
+        "{}": "damaged (Object missing required field `made_by`)",
+    }.items():
+        (tmp_path / SETTINGS).write_text(text)
+        assert supervisor(tmp_path) == 1
+        line = f"systolic: {tmp_path / SETTINGS} is {reason}; launch it again\n"
+        assert capsys.readouterr().err == line
+    (tmp_path / SETTINGS).unlink()
+    assert supervisor(tmp_path) == 2
+    assert capsys.readouterr().err.endswith("local.json is missing; launch it again\n")

@@ -9,7 +9,7 @@ from systolic.core.origin import Origin
 from systolic.core.units import GIB
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import bill_of
-from systolic.forecasting.memory import MemoryMap
+from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.analytic import Facts, analyse, facts_of
 from systolic.planning.candidate import Candidate
@@ -81,7 +81,7 @@ def tried(
         unit="tokens",
         units=one.batch * 2048,
         bill=bill_of(on),
-        rejected=None if fits else {"need_bytes": need, "have_bytes": have},
+        rejected=None if fits else MemoryShortage(need_bytes=need, have_bytes=have),
     )
     total = goal.total(goal.tariff(on), one.batch * 2048, seconds) if fits else None
     return Trial(

@@ -17,7 +17,7 @@ from systolic.core.origin import Origin
 from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import bill_of
-from systolic.forecasting.memory import MemoryMap
+from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job, Layout, Placement, Precision, Remat, Residual
 from systolic.planning.analytic import Facts, analyse, facts_of
 from systolic.planning.candidate import Candidate
@@ -74,7 +74,7 @@ def forecast(one: Candidate, facts: Facts, seconds: float | None, need: int) -> 
         bill=bill_of(one.on),
         rejected=None
         if seconds is not None
-        else {"need_bytes": need, "have_bytes": one.on.program_bytes},
+        else MemoryShortage(need_bytes=need, have_bytes=one.on.program_bytes),
     )
 
 

@@ -12,7 +12,7 @@ from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import bill_of
-from systolic.forecasting.memory import MemoryMap
+from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job
 from systolic.planning import evaluator, goal
 from systolic.planning.candidate import Candidate
@@ -44,7 +44,7 @@ def forecast(row: dict[str, Any]) -> Forecast:
         bill=bill_of(ON),
         rejected=None
         if row["fits"]
-        else {"need_bytes": row["peak_bytes"], "have_bytes": ON.program_bytes},
+        else MemoryShortage(need_bytes=row["peak_bytes"], have_bytes=ON.program_bytes),
     )
 
 

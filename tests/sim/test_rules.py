@@ -5,6 +5,7 @@ import math
 import pytest
 
 from systolic.chips import slice
+from systolic.compiling.traced import ProgramFacts
 from systolic.forecasting.run import ScheduleDetail, interval_of, range_of
 from systolic.sim.rates import rates_of
 from systolic.sim.rules import network_stages, top_k_stages
@@ -43,13 +44,13 @@ def test_every_op_has_a_price_and_the_range_holds_it(name: str) -> None:
     assert not [span.name for span, _ in made.leaves() if span.priced_by is PricedBy.nothing]
     by_rule, fewest, most = made.by_rule
     assert 0 <= fewest <= by_rule <= most
-    low, high, text = range_of("v5e", made, {}, ScheduleDetail.full)
+    low, high, text = range_of("v5e", made, ProgramFacts(), ScheduleDetail.full)
     assert 0 < low < made.seconds < high
     if by_rule > 0.9 * made.seconds:
         assert "estimated by rules" in text
         assert any(note.startswith("estimated by rule") for note in made.notes)
         # As wide as the rule, not as the operations that were measured.
-        narrow = interval_of("v5e", made.seconds, {}, ScheduleDetail.full)
+        narrow = interval_of("v5e", made.seconds, ProgramFacts(), ScheduleDetail.full)
         assert high > narrow[1]
         assert low < narrow[0]
 

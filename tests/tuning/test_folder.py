@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.cli.main import main
+from systolic.tuning.folder import num_results
 from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult
 from systolic.tuning.trials import TrialWorker
@@ -54,6 +55,16 @@ def test_a_folder_that_is_no_study_is_refused_and_left_alone(
         assert line.endswith("; give a new or an empty folder")
     assert files(folder) == before
     assert files(tmp_path) == sorted(["s", *(f"s/{one}" for one in before)])
+
+
+def test_results_of_damaged_or_other_files_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    assert num_results(tmp_path) == 0
+    for text in ("{", "[]", "{}", '{"trials": 1}', '{"trials": [1]}', '{"trials": [{}]}'):
+        file.write_text(text)
+        assert num_results(tmp_path) == 0
+    file.write_text('{"trials": [{"state": "done", "number": 0}, {"state": "failed"}]}')
+    assert num_results(tmp_path) == 1
 
 
 def here(processes: Processes) -> StudyResult:

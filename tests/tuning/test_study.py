@@ -221,6 +221,28 @@ def test_a_result_whose_worker_dies_before_optuna_has_it_is_kept(
     assert [one.state.name for one in shared.trials(2)] == ["COMPLETE", "PRUNED"]
 
 
+def test_a_damaged_claim_or_attribute_is_one_line(tmp_path: Path) -> None:
+    shared = study(tmp_path)
+    record = shared.claim(1, this_worker())
+    database = tmp_path / "study.db"
+    for text, reason in {
+        "{": r"Expecting property name .*",
+        '{"state": "LOST"}': r"Invalid enum value 'LOST' - at `\$.state`",
+        '{"state": "COMPLETE", "values": ["a"]}': r"Expected `float`, got `str` - at .*",
+    }.items():
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute("UPDATE systolic_claims SET outcome = ? WHERE trial != ''", (text,))
+        with pytest.raises(DataError, match=rf"a damaged outcome .* \({reason}\) in its table"):
+            shared.trials(1)
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE systolic_claims SET outcome = NULL")
+    assert len(shared.trials(1)) == 1
+    shared.note(record.number, share="half")
+    line = r"trial 0 of the study has a damaged attribute \(Expected `float . null`, got `str` - at"
+    with pytest.raises(DataError, match=line):
+        shared.trials(1)
+
+
 def test_a_study_that_was_deleted_and_made_again_has_no_claims(tmp_path: Path) -> None:
     shared = study(tmp_path)
     record = shared.claim(1, this_worker())

@@ -85,13 +85,11 @@ def test_trials_are_runs_and_the_same_command_goes_on(
     assert result.rows[:1] == first.rows
     for row in result.rows:
         run = load_run(Path(row.run))
-        assert run.job["options"]["learning_rate"] == row.values["learning-rate"]
+        assert run.job.options["learning_rate"] == row.values["learning-rate"]
         assert run.summary is not None
         # The learning rate is an input of the step that both trials share.
-        assert max(record["learning_rate"] for record in run.train) == pytest.approx(
-            row.values["learning-rate"]
-        )
-        metrics = run.summary["final"]["metrics"]
+        assert run.peak_rate == pytest.approx(row.values["learning-rate"])
+        metrics = run.final_metrics
         assert row.figures == {"loss": metrics["validation_loss"]}
         assert row.seconds == run.seconds
     best = min(result.rows, key=lambda row: row.figures["loss"])
@@ -222,7 +220,7 @@ def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
     assert "loss" in row.figures
     run = load_run(Path(row.run))
     assert run.summary is not None
-    assert run.summary["interrupted"] == "SIGTERM"
+    assert run.summary.interrupted == "SIGTERM"
     assert result.best is None
     judge, noted = Judge(), {}
     watcher = TrialWatcher(
@@ -275,16 +273,16 @@ def test_a_stopped_trial_goes_on_where_it_was(
     assert (row.state, row.values) == ("done", values)
     run = load_run(Path(row.run))
     assert run.num_sessions == 2
-    assert [record["step"] for record in run.train] == list(range(1, 17))
+    assert [record.step for record in run.train] == list(range(1, 17))
     # Its time is that of both sessions.
     assert row.seconds == run.seconds
     records = run.path / "metrics.jsonl"
     *lines, end = records.read_text().splitlines(keepends=True)
     last = json.loads(end)["time"]["step"]
     first = sum(
-        one["num_steps"] * one["step_seconds"] * (1 - one["data_wait"])
+        one.num_steps * one.step_seconds * (1 - one.data_wait)
         for one in run.train
-        if one["step"] <= run.resumed_from
+        if one.step <= run.resumed_from
     )
     assert first > 0
     assert row.figures["seconds"] == pytest.approx(first + last)
@@ -333,9 +331,8 @@ class Forecasts:
     def __call__(self, job: Any, *, on: Any, quick: bool) -> Any:
         self.asked.append(job)
         fits = job.model.width < 64
-        rejected = None if fits else {"need_bytes": 2**35}
         return SimpleNamespace(
-            fits=fits, step_seconds=1.0, capacity_bytes=2**34, rejected=rejected, on=on
+            fits=fits, step_seconds=1.0, capacity_bytes=2**34, need_bytes=2**35, on=on
         )
 
 
@@ -417,7 +414,7 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
     assert sorted(trial.intermediate_values) == [4]
     summary = load_run(made.run(0)).summary
     assert summary is not None
-    assert summary["steps"] == 8
+    assert summary.steps == 8
     assert "trial 0 sent no heartbeats and was taken over" in recorded.warnings[0]
 
 

@@ -5,17 +5,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("optuna")
 
 import systolic
 from systolic.cli.main import main
-from systolic.core.errors import OptionError, TakenError
+from systolic.core.errors import OptionError, RunError, TakenError
 from systolic.core.reporter import reporting
 from systolic.runs.record import load_run
-from systolic.tuning.definition import Tuning
+from systolic.tuning.definition import SearchRecord, Tuning
 from systolic.tuning.processes import Processes
+from systolic.tuning.worker import read as read_search
 from tests.tuning.searches import tuning_of
 from tests.tuning.test_folder import here
 from tests.tuning.test_trials import RATES, RECIPE, Recorded
@@ -46,7 +48,7 @@ def test_a_search_from_python_is_the_commands(
     assert best is not None
     assert best.figures["loss"] == min(row.figures["loss"] for row in found.rows)
     run = load_run(Path(best.run))
-    assert (run.job["options"]["batch"], run.job["options"]["learning_rate"]) == (
+    assert (run.job.options["batch"], run.job.options["learning_rate"]) == (
         8,
         best.values["learning-rate"],
     )
@@ -120,7 +122,7 @@ def test_a_search_from_python_has_workers(tmp_path: Path) -> None:
     assert [row.state for row in found.rows] == ["done", "done"]
     assert found.repeats is not None
     assert len(found.repeats["best"]["values"]) == 2
-    assert [load_run(Path(row.run)).job["options"]["steps"] for row in found.rows] == [3, 3]
+    assert [load_run(Path(row.run)).job.options["steps"] for row in found.rows] == [3, 3]
     assert recorded.results[-1].finished == 4
     # In processes of their own.
     assert {log.name for log in (tmp_path / "s" / "workers").iterdir()} == {"0.log", "1.log"}
@@ -134,6 +136,10 @@ WORDS = {
 }
 
 
+def text_of(search: SearchRecord) -> str:
+    return json.dumps(msgspec.to_builtins(search))
+
+
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_a_worker_reads_the_search_that_is_given(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,12 +148,26 @@ def test_a_worker_reads_the_search_that_is_given(
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("some text\n" * 40)
     made = tuning_of(words.split())
-    read = Tuning.from_json(json.loads(json.dumps(made.to_json())))
+    read = Tuning.from_record(read_search(text_of(made.record())))
     assert read.definition == made.definition
-    assert json.dumps(read.to_json()) == json.dumps(made.to_json())
+    assert text_of(read.record()) == text_of(made.record())
     assert repr(read.base) == repr(made.base)
     assert str(tmp_path) not in json.dumps(made.definition)
     assert (read.folder, read.address, read.pruner) == (made.folder, made.address, made.pruner)
+
+
+def test_a_damaged_search_is_one_line(tmp_path: Path) -> None:
+    plain = msgspec.to_builtins(tuning_of([RECIPE, RATES, f"--study={tmp_path}"]).record())
+    lacking = json.dumps({name: value for name, value in plain.items() if name != "trials"})
+    for text, reason in {
+        lacking: "Object missing required field `trials`",
+        json.dumps({**plain, "sampler": "new"}): "Invalid enum value 'new' - at `$.sampler`",
+        "": "Expecting value: line 1 column 1 (char 0)",
+    }.items():
+        with pytest.raises(RunError) as caught:
+            read_search(text)
+        line = f"the search on stdin is damaged ({reason}); start workers by systolic tune"
+        assert str(caught.value) == line
 
 
 WHOLE = """
@@ -173,7 +193,7 @@ def test_whole_numbers_of_floats_are_the_same_to_a_worker(tmp_path: Path) -> Non
     recipe.write_text(WHOLE)
     made = tuning_of([f"{recipe}:job", RATES, "--shape.width=8", f"--study={tmp_path / 's'}"])
     made.check_plain()
-    read = Tuning.from_json(json.loads(json.dumps(made.to_json())))
+    read = Tuning.from_record(read_search(text_of(made.record())))
     assert made.definition["options"]["shape.scale"] == "1"
     assert read.definition == made.definition
 
@@ -208,7 +228,7 @@ def test_workers_that_cannot_read_the_search_end_it_with_their_line(tmp_path: Pa
     made = tuning_of([f"{recipe}:job", RATES, f"--study={tmp_path / 's'}"])
     recipe.unlink()
     with closing(made.open()) as shared:
-        processes = Processes(tuning=made, shared=shared, search=made.to_json(), count=1)
+        processes = Processes(tuning=made, shared=shared, search=made.record(), count=1)
         with pytest.raises(systolic.SystolicError, match=r"seeded.py is not a file; give the path"):
             processes.run()
 

@@ -56,8 +56,8 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert Counter(row["run"] for row in rows).most_common(1)[0][1] == 1
     for row in rows:
         run = load_run(Path(row["run"]))
-        assert run.job["options"]["learning_rate"] == row["values"]["learning-rate"]
-        steps = [record["step"] for record in run.train]
+        assert run.job.options["learning_rate"] == row["values"]["learning-rate"]
+        steps = [record.step for record in run.train]
         assert steps == list(range(1, (STEPS if row["state"] == "done" else row["step"]) + 1))
 
 

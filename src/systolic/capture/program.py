@@ -1,4 +1,8 @@
-"""The program under capture: its process, its stages and its answer."""
+"""The program under capture: its process, its stages and its answer.
+
+Its events and its answer are what the hook writes, plain Python of any version; files that an earlier one wrote may
+lack fields that have a default here.
+"""
 
 import contextlib
 import fcntl
@@ -9,14 +13,17 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from systolic.chips import Slice
 from systolic.compiling.environment import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.shutdown import ends_cleanly
 
 HOOK = Path(__file__).parent / "hook"
 """Folder that Python finds its ``sitecustomize`` in."""
@@ -28,10 +35,192 @@ LIMIT_SECONDS = 1200.0
 GRACE_SECONDS = 3600.0
 """Seconds for the compiler beside it."""
 POLL_SECONDS = 0.1
+UNSEEN_SECONDS = 60.0
+"""Seconds after which a program that has started no Python with the hook is said to run without it."""
 STDERR = 2
 """Descriptor, which is there where ``sys.stderr`` is replaced, as in a notebook."""
 
+ANSWER, EVENTS = "answer.json", "events.jsonl"
+"""Files in the folder of a capture."""
+
 Say = Callable[[str], None]
+
+
+class CaptureEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Event of a program under capture; None for what it does not tell."""
+
+    stage: str | None = None
+    refused: str | None = None
+    """Why its environment can't compile for the slice."""
+    next: str | None = None
+    """Command that cures that."""
+    failed: str | None = None
+    """Error of the compiler."""
+    program_failed: str | None = None
+    """Error of the program, before its step was known."""
+    ours: bool | None = None
+    """Whether that is a fault of the capture."""
+    called: list[str] | None = None
+    """Jitted functions that it had called."""
+    without_calls: str | None = None
+    """How a program ended that called no jitted function on the slice."""
+
+
+class OpenLoop(msgspec.Struct, frozen=True):
+    """Loop of unknown length in a program as it is written."""
+
+    source: str
+    """``file.py:12``; empty where it is not known."""
+    times: float
+    """Runs of the loop."""
+    flops: float
+    """FLOPs of one trip, without those of inner loops."""
+    loops: list["OpenLoop"]
+
+
+class HeldBytes(msgspec.Struct, frozen=True):
+    """Most bytes that a program holds beside the arguments of a call."""
+
+    bytes: int
+    """On a device of the call."""
+    other_bytes: int
+    """On another device of the slice."""
+    host_bytes: int
+    """In the memory of a host."""
+
+
+class HeldArray(msgspec.Struct, frozen=True):
+    """Array that a program holds beside its step."""
+
+    bytes: int
+    memory: str
+    """``device``, or a kind of a host's memory."""
+    shape: list[int] = []
+    dtype: str = ""
+    made_by: str = ""
+    """Function that made it."""
+
+
+class CapturedProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """Jitted function that a program calls, compiled for the slice."""
+
+    name: str
+    text: str
+    """File of its scheduled module."""
+    refused: str
+    """The compiler's words where it does not fit."""
+    flops: float
+    """FLOPs of its matmuls as written, with one trip of each loop of unknown length."""
+    flops_are_least: bool
+    needed_flops: float = 0.0
+    """FLOPs that its results need."""
+    open_loops: list[OpenLoop] = []
+    places: list[tuple[int, ...]]
+    """(x, y, z, core, slice) of each device."""
+    copies: int = 1
+    """Processes that each run it on devices of their own."""
+    mesh: dict[str, int] = {}
+    """Axis to size of its mesh, outermost first; empty where its device order is another."""
+    seconds: dict[str, float]
+    """Seconds by stage of its compile."""
+    held: HeldBytes
+    calls_per_step: int = 0
+    """0 of a program that is no part of each step."""
+    calls: int | float = 0
+    """Calls with some steps, every so many."""
+    every: int | float = 0
+
+
+class CapturedCall(msgspec.Struct, frozen=True):
+    """Call of a step."""
+
+    program: int
+    """Its index among the programs of the step."""
+    after: list[tuple[int, int]]
+    """Calls whose results it takes: the place in the step, and how many steps back."""
+
+
+class OtherFunction(msgspec.Struct, frozen=True):
+    """Jitted function beside the step."""
+
+    name: str
+    calls: int
+
+
+class ArrayMoves(msgspec.Struct, frozen=True):
+    """Bytes of a device that ``jax.device_put`` moves between two steps, and how often."""
+
+    host: int = 0
+    devices: int = 0
+    slices: int = 0
+    times: int = 0
+
+
+class CaptureAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Programs of a step, what lies between and beside them, and the environment that compiled them."""
+
+    programs: list[CapturedProgram]
+    """In the order of their first call."""
+    order: list[CapturedCall]
+    """Empty of a step that was never called."""
+    periodic: list[CapturedProgram]
+    """Programs that come with some steps alone."""
+    beside: list[CapturedProgram] = []
+    """Programs beside the step that may not fit."""
+    held: list[HeldArray]
+    """The largest arrays beside the step's."""
+    others: list[OtherFunction]
+    operations_per_step: int
+    """Operations on the slice's arrays outside of jit."""
+    moves: ArrayMoves | None = None
+    """None where one step alone is known."""
+    ended: str
+    """How the program ended."""
+    notes: list[str]
+    cautions: list[str]
+    versions: dict[str, str | None]
+    lent_libtpu: bool = False
+    """Whether the libtpu is Systolic's, as the environment has none."""
+    flags: str
+
+
+def read_answer(folder: Path) -> CaptureAnswer:
+    """Answer in the folder of a capture.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    path = folder / ANSWER
+    try:
+        return msgspec.convert(json.loads(path.read_text()), CaptureAnswer)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise _damaged(path, error) from error
+
+
+def read_events(folder: Path) -> list[CaptureEvent]:
+    """Events so far in the folder of a capture; a line that is being written is left for later.
+
+    Raises:
+        RunError: a line is damaged.
+    """
+    path = folder / EVENTS
+    lines = path.read_text().split("\n")[:-1]
+    try:
+        return [msgspec.convert(json.loads(line), CaptureEvent) for line in lines]
+    except (ValueError, msgspec.ValidationError) as error:
+        raise _damaged(path, error) from error
+
+
+def joined(events: Sequence[CaptureEvent]) -> CaptureEvent:
+    """The last word of events on each of their fields."""
+    fields: dict[str, Any] = {}
+    for event in events:
+        fields |= msgspec.to_builtins(event)
+    return CaptureEvent(**fields)
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    return RunError(f"{path} is damaged ({error}); run the command again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +231,17 @@ class Captured:
     """The program as it was started."""
     folder: Path
     """Folder of the texts and of ``answer.json``."""
-    answer: Mapping[str, Any]
-    """Programs of a step with their texts, device order and calls; the other calls; versions, flags and notes."""
+    answer: CaptureAnswer
 
     @property
-    def programs(self) -> Sequence[Mapping[str, Any]]:
+    def programs(self) -> Sequence[CapturedProgram]:
         """Programs that a step calls, in the order of their first call."""
-        return self.answer["programs"]
+        return self.answer.programs
 
     @property
-    def order(self) -> Sequence[Mapping[str, Any]]:
+    def order(self) -> Sequence[CapturedCall]:
         """Calls of a step in their order; of a step that was never called, one of its program."""
-        return self.answer["order"] or [{"program": 0, "after": []}]
+        return self.answer.order or [CapturedCall(program=0, after=[])]
 
 
 def capture(
@@ -88,14 +276,7 @@ def capture(
         )
     _check(command)
     request = {
-        "topology": {
-            "topology_name": on.topology_name,
-            "chips_per_host_bounds": _host_bounds(on),
-            "chip_config_name": None
-            if on.chip_config_name in (None, "default")
-            else on.chip_config_name,
-            "num_slices": on.num_slices if on.num_slices > 1 else None,
-        },
+        "topology": _topology(on),
         "num_hosts": on.num_hosts,
         "device_bytes": on.program_bytes,
         "libtpu": own_libtpu(),
@@ -103,18 +284,33 @@ def capture(
         "quick": quick,
         "limit_seconds": limit_seconds,
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    events = folder / "events.jsonl"
-    events.touch()
+    try:
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / EVENTS).touch()
+    except OSError as error:
+        raise RunError(
+            f"{folder} can't be written ({error.strerror}); make room, or give another --keep"
+        ) from error
     text = shlex.join(command)
     with (folder / PARENT).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the program ends when it is free
-        code = _run(command, folder, limit_seconds, watch)
+        with ends_cleanly():  # SIGTERM ends the program, too
+            code = _run(command, folder, limit_seconds, watch)
     (folder / PARENT).unlink()
-    path = folder / "answer.json"
-    if path.exists():
-        return Captured(command=text, folder=folder, answer=json.loads(path.read_text()))
-    raise RunError(_reason(_events(events), text, code, on))
+    if (folder / ANSWER).exists():
+        return Captured(command=text, folder=folder, answer=read_answer(folder))
+    raise RunError(_reason(read_events(folder), text, code, on))
+
+
+def _topology(on: Slice) -> dict[str, Any]:
+    """A slice as the compiler is asked for it."""
+    config = on.chip_config_name
+    return {
+        "topology_name": on.topology_name,
+        "chips_per_host_bounds": _host_bounds(on),
+        "chip_config_name": None if config in (None, "default") else config,
+        "num_slices": on.num_slices if on.num_slices > 1 else None,
+    }
 
 
 def _check(command: Sequence[str]) -> None:
@@ -185,15 +381,19 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
             f"{command[0]!r} could not be started ({error.strerror}); give the program as the shell would start it, such as -- python train.py"
         ) from error
     watch("starting the program")
-    last = time.monotonic() + limit_seconds + GRACE_SECONDS
-    shown = 0
+    begin = time.monotonic()
+    last = begin + limit_seconds + GRACE_SECONDS
+    shown, unseen = 0, False
     try:
         while process.poll() is None and time.monotonic() < last:
-            events = _events(folder / "events.jsonl")
+            events = read_events(folder)
             for event in events[shown:]:
-                if "stage" in event:
-                    watch(event["stage"])
+                if event.stage is not None:
+                    watch(event.stage)
             shown = len(events)
+            if not events and not unseen and time.monotonic() > begin + UNSEEN_SECONDS:
+                unseen = True
+                watch("running, without a Python that reads PYTHONPATH so far")
             time.sleep(POLL_SECONDS)
         return process.poll() or 0
     finally:
@@ -202,43 +402,35 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
         process.wait()
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    """Events so far; a line that is being written is left for later."""
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
-
-
-def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice) -> str:
+def _reason(events: Sequence[CaptureEvent], text: str, code: int, on: Slice) -> str:
     """Why there is no answer, on one line."""
-    facts: dict[str, Any] = {}
-    for event in events:
-        facts.update(event)
-    if "refused" in facts:
-        step = f"; run {facts['next']}" if facts.get("next") else ""
-        return f"{facts['refused']}{step}"
-    if "failed" in facts:
-        return f"compiling the step of {text} for {on.name} failed: {facts['failed']}"
-    if "program_failed" in facts:
-        where = "of the program, above" if not facts.get("ours") else "in the capture, above"
-        kind = "" if not facts.get("ours") else " (a fault of the capture, not of the program)"
-        return f"{text} failed before its step was known{kind}: {facts['program_failed']}; the traceback is that {where}{_called(facts)}"
-    if code > 0 and facts.get("without_calls") == "ended by itself":
+    last = joined(events)
+    if last.refused is not None:
+        step = f"; run {last.next}" if last.next else ""
+        return f"{last.refused}{step}"
+    if last.failed is not None and "No space left on device" in last.failed:
+        return f"compiling the step of {text} for {on.name} failed: the disk is full ({last.failed}); make room where temporary files or --keep lie"
+    if last.failed is not None:
+        return f"compiling the step of {text} for {on.name} failed: {last.failed}"
+    if last.program_failed is not None:
+        where = "of the program, above" if not last.ours else "in the capture, above"
+        kind = "" if not last.ours else " (a fault of the capture, not of the program)"
+        return f"{text} failed before its step was known{kind}: {last.program_failed}; the traceback is that {where}{_called(last)}"
+    if code > 0 and last.without_calls == "ended by itself":
         return f"{text} ended with exit code {code} before it called a jitted function on the slice; its own error is above"
-    if "without_calls" in facts:
-        return f"{text} {facts['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
-    if not any("stage" in event for event in events):
+    if last.without_calls is not None:
+        return f"{text} {last.without_calls} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
+    if last.stage is None:
         return _before_jax(text, code, hooked=bool(events))
-    stage = facts.get("stage", "starting")
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"{text} {how} while {stage}, before its step was known; its own output is above"
+    return f"{text} {how} while {last.stage}, before its step was known; its own output is above"
 
 
-def _called(facts: Mapping[str, Any]) -> str:
+def _called(last: CaptureEvent) -> str:
     """Functions that a failed program had called, any of which may be its step."""
-    names = facts.get("called")
-    if not names or facts.get("ours"):
+    if not last.called or last.ours:
         return ""
-    return f"; arrays on the slice read as zeros, which it may have refused; of {', '.join(names[:6])}, which it called, --step takes one for the step"
+    return f"; arrays on the slice read as zeros, which it may have refused; of {', '.join(last.called[:6])}, which it called, --step takes one for the step"
 
 
 def _before_jax(text: str, code: int, *, hooked: bool) -> str:

@@ -498,7 +498,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"systolic {__version__}")
         return 0
-    set_up_xla()
     return guarded(lambda: _verb(args))
 
 
@@ -527,6 +526,7 @@ def guarded(work: Callable[[], int | None]) -> int:
 
 
 def _verb(args: list[str]) -> int | None:
+    set_up_xla()
     if args[0] not in VERBS:
         raise OptionError(
             f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from systolic.chips import Slice, slice
 from systolic.chips.flags import compile_options
@@ -36,21 +37,33 @@ from systolic.compiling.dump import (
     shorter_search,
 )
 from systolic.compiling.host_backend import Built
-from systolic.compiling.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
+from systolic.compiling.outcome import (
+    ERROR,
+    EXECUTABLE,
+    FAILED,
+    FOUND,
+    HLO,
+    PROTO,
+    ChildLine,
+    CompiledMemory,
+    CompileReport,
+    CompileRequest,
+    rejection,
+)
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.store import FULL, Store, unwritable
 
 
-def say(**record: Any) -> None:
-    """Prints one line for the parent."""
-    print(json.dumps(record), flush=True)
+def say(**fields: Any) -> None:
+    """Prints one line for the parent, of the fields of a :class:`ChildLine`."""
+    print(json.dumps(ChildLine(**fields).to_json()), flush=True)
 
 
 def main(folder: Path, desk: Path) -> int:
     """Traces, lowers, looks in the store, compiles and stores; returns the exit status."""
     import cloudpickle
 
-    request: Mapping[str, Any] = cloudpickle.loads(_read_request())
+    request: CompileRequest = cloudpickle.loads(_read_request())
     _hide_own_lines()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -59,7 +72,7 @@ def main(folder: Path, desk: Path) -> int:
         _fail("user", str(error), type(error).__name__)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
-            _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
+            _fail("user", str(unwritable(Path(request.store), error)), RunError.__name__)
         else:
             # An error in a user's function, whose message is the reason.
             traceback.print_exc()
@@ -122,64 +135,64 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
+def _compile(request: CompileRequest, folder: Path, dumped: Path) -> int:
     import cloudpickle
 
     clock = _Clock()
-    on = slice(request["slice"])
+    on = slice(request.slice)
     say(stage="importing")
-    settings.take(request["settings"])
+    settings.take(request.settings)
     devices = topology(on)
     built = host_backend.built_for(on, devices)
     if built is Built.stand_in:
-        if request["save"]:
+        if request.save:
             host_backend.refuse_to_save(on)
         host_backend.take_cudnn_as_there(on)
     clock.lap("import")
     say(stage="tracing")
-    program = cloudpickle.loads(request["program"]).trace(on, devices)
+    program = cloudpickle.loads(request.program).trace(on, devices)
     clock.lap("trace")
     say(stage="lowering")
     lowered = program.traced.lower(lowering_platforms=(host_backend.lowering_platform(on),))
     clock.lap("lower")
-    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    options = {k: v for k, v in request.options.items() if k != SCHEDULE_ONLY}
     text = lowered.as_text()
-    stamp = executable.stamp(text, _ordered(program.mesh, devices), options, request["flags"])
-    report = {
-        "slice": on.name,
-        "built": built.value,
-        "flags": list(request["flags"]),
-        "options": dict(request["options"]),
-        "versions": versions_here(on),
-        "program": dict(program.facts),  # of the first request; answers have their own
-        # The text of a program lacks the places of the devices in the mesh, which the schedule depends on.
-        "places": places(program.mesh, on),
-        "seconds": clock.laps,
-        "stamp": stamp.to_json(),
-    }
+    stamp = executable.stamp(text, _ordered(program.mesh, devices), options, request.flags)
+    report = CompileReport(
+        slice=on.name,
+        built=built,
+        flags=list(request.flags),
+        options=dict(request.options),
+        versions=versions_here(on),
+        program=program.facts,
+        places=places(program.mesh, on),
+        seconds=clock.laps,
+        stamp=stamp,
+    )
     decisive = [
         text,
-        *(report[name] for name in ("places", "slice", "flags", "options", "versions", "built")),
+        report.places,  # which the text of a program lacks, and its schedule depends on
+        *(on.name, report.flags, report.options, report.versions, built.value),
         host_backend.seen(on, os.environ),
         stamp.build,
         [on.topology_name, on.chip_config_name, on.chips_per_host_bounds, on.num_slices],
         settings.key(),
     ]
     plain, saved = _digest(decisive), _digest([*decisive, "with the executable"])
-    store = Store("programs", Path(request["store"]))
+    store = Store("programs", Path(request.store))
     # Of two requests for the same program at a time one compiles, and the other finds the result.
     with store.lock(plain, lambda: say(stage="waiting")):
         for name in (plain, saved):
             known = store.get(name)
-            if known is not None and not (request["save"] and _lacks_executable(known)):
-                say(stage="found", digest=name, facts=dict(program.facts))
+            if known is not None and not (request.save and _lacks_executable(known)):
+                say(stage=FOUND, digest=name, facts=program.facts)
                 return 0
         say(stage="compiling")
         if not _answer(lowered, request, report, _Desk(clock, folder, dumped, store)):
             return 1
         name = saved if (folder / EXECUTABLE).exists() else plain
         store.put(name, folder)
-    say(stage="compiled", digest=name, facts=dict(program.facts))
+    say(stage="compiled", digest=name, facts=program.facts)
     return 0
 
 
@@ -197,21 +210,21 @@ class _Desk:
     store: Store
 
 
-def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
+def _answer(lowered: Any, request: CompileRequest, report: CompileReport, desk: _Desk) -> bool:
     """Fills the folder with the compiler's answer; False for an answer that is not kept."""
-    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
-    if slice(request["slice"]).platform == "tpu":  # others take flags from the environment
-        own = [flag for flag in request["flags"] if flag not in request["runtime"]]
-        shorter = shorter_search(request["slice"]) if SCHEDULE_ONLY in request["options"] else ()
+    on = slice(request.slice)
+    options = {k: v for k, v in request.options.items() if k != SCHEDULE_ONLY}
+    if on.platform == "tpu":  # others take flags from the environment
+        own = [flag for flag in request.flags if flag not in request.runtime]
+        shorter = shorter_search(on.name) if SCHEDULE_ONLY in request.options else ()
         options = {**compile_options([*shorter, *own], "tpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None
     try:
-        if report["built"] == Built.stand_in.value:
+        if report.built is Built.stand_in:
             text = host_backend.schedule(lowered, desk.dumped)
-        elif SCHEDULE_ONLY in request["options"]:
-            limit = slice(request["slice"]).program_bytes
-            text = schedule(lowered, options, desk.dumped, limit)
+        elif SCHEDULE_ONLY in request.options:
+            text = schedule(lowered, options, desk.dumped, on.program_bytes)
         else:
             compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
             text = compiled.as_text()
@@ -222,42 +235,33 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
         if rejection(failure, 0) is None:
             _fail("compiler", failure)
             return False
-        _write(folder / ERROR, {"text": failure})
+        (folder / ERROR).write_text(json.dumps({"text": failure}))
         if (begun := refused_schedule(desk.dumped)) is not None:
             # The module that did not fit, to name the buffers by.
             (folder / HLO).write_bytes(keep(begun))
-            report["memory"] = _used(desk.dumped)
-        _write(folder / REPORT, report)
+            report = replace(report, memory=CompiledMemory(used_in_bytes=peak_bytes(desk.dumped)))
+        report.write(folder)
         return True
     clock.lap("compile")
     desk.store.check_room()  # XLA continues when it can't write, and leaves partial files
-    if slice(request["slice"]).platform == "tpu":
+    if on.platform == "tpu":
         text = kernels.counted(text)
     (folder / HLO).write_bytes(keep(text))
     if (message := proto(desk.dumped)) is not None:
         (folder / PROTO).write_bytes(gzip.compress(message, 3))
-    report["memory"] = _used(desk.dumped)
-    if compiled is not None and slice(request["slice"]).platform == "cpu":
-        report["rates"] = host_backend.measured_rates(slice(request["slice"]).num_devices)
-    if compiled is None:
-        report["memory"]["peak_memory_in_bytes"] = report["memory"].get("used_in_bytes", 0)
-    else:
-        report["memory"] |= _memory(compiled)
-        report["flops"] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
-    if compiled is not None and request["save"]:
+    report = replace(report, memory=_memory(compiled, peak_bytes(desk.dumped)))
+    if compiled is not None:
+        rates = host_backend.measured_rates(on.num_devices) if on.platform == "cpu" else None
+        flops = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+        report = replace(report, rates=rates, flops=flops)
+    if compiled is not None and request.save:
         say(stage="serializing")
         content = executable.serialize(compiled)
-        report["executable"] = executable.signature(content)
+        report = replace(report, executable=executable.signature(content))
         (folder / EXECUTABLE).write_bytes(content)
     clock.lap("read")
-    _write(folder / REPORT, report)
+    report.write(folder)
     return True
-
-
-def _used(dumped: Path) -> dict[str, int]:
-    """Device memory of arguments, results and temporaries, which the compiler compares with the chip's."""
-    used = peak_bytes(dumped)
-    return {} if used is None else {"used_in_bytes": used}
 
 
 def _digest(parts: list[Any]) -> str:
@@ -267,22 +271,19 @@ def _digest(parts: list[Any]) -> str:
     return hashed.hexdigest()[:32]
 
 
-def _memory(compiled: Any) -> dict[str, int]:
+def _memory(compiled: Any, used: int | None) -> CompiledMemory:
+    """Memory of a program; ``compiled`` is None of a compile that ended at its schedule."""
+    if compiled is None:
+        return CompiledMemory(used_in_bytes=used, peak_memory_in_bytes=used or 0)
     stats = compiled.memory_analysis()
-    fields = (
-        "peak_memory",
-        "argument_size",
-        "output_size",
-        "alias_size",
-        "temp_size",
-        "generated_code_size",
-        "host_temp_size",
-    )
-    return (
-        {}
-        if stats is None
-        else {f"{f}_in_bytes": int(getattr(stats, f"{f}_in_bytes")) for f in fields}
-    )
+    if stats is None:
+        return CompiledMemory(used_in_bytes=used)
+    figures = {
+        name: int(getattr(stats, name))
+        for name in CompiledMemory.__struct_fields__
+        if name != "used_in_bytes"
+    }
+    return CompiledMemory(used_in_bytes=used, **figures)
 
 
 def topology(on: Slice) -> Any:
@@ -328,10 +329,6 @@ def versions_here(on: Slice) -> dict[str, str]:
 
 def _fail(who: str, text: str, kind: str = "", where: str = "") -> None:
     say(stage=FAILED, who=who, text=text, kind=kind, where=where)
-
-
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
 
 
 class _Clock:

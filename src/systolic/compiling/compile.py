@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from systolic.chips import Slice
 from systolic.chips.flags import is_option, name_of
 from systolic.compiling import environment, host_backend, settings
@@ -23,15 +25,19 @@ from systolic.compiling.outcome import (
     ERROR,
     EXECUTABLE,
     FAILED,
-    REPORT,
+    FOUND,
+    ChildLine,
     Compiled,
+    CompileRequest,
     Failed,
     Outcome,
     check_owner,
+    read_report,
     rejection,
 )
 from systolic.compiling.pickled import dumps
 from systolic.compiling.program import Program, decisive
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import (
     DataError,
     LayoutError,
@@ -193,21 +199,29 @@ def _compile(request: "_Asked", say: Say, children: _Children) -> Outcome:
     if name is not None:
         # An answer is returned even if its note can't be written.
         with contextlib.suppress(RunError):
-            write_json(_note(requests, name), {"program": reply.digest, "facts": reply.facts})
+            note = {"program": reply.digest, "facts": reply.facts.to_json()}
+            write_json(_note_path(requests, name), note)
     return _outcome(store.path(reply.digest), reply)
 
 
-def _note(requests: Store, name: str) -> Path:
+class _Note(msgspec.Struct, frozen=True):
+    """Note of what was requested: the store's entry with its answer."""
+
+    program: str
+    facts: ProgramFacts
+
+
+def _note_path(requests: Store, name: str) -> Path:
     return requests.path(name).with_suffix(".json")
 
 
 def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outcome | None:
     """Stored answer to a request of that name; None when it is absent or damaged."""
     try:
-        note = read_json(_note(requests, name))
-        reply = _Answer(note["program"], note["facts"], cached=True)
+        note = msgspec.convert(read_json(_note_path(requests, name)), _Note)
+        reply = _Answer(note.program, note.facts, cached=True)
         folder = store.get(reply.digest)
-    except (RunError, KeyError, TypeError):
+    except (RunError, msgspec.ValidationError):
         return None
     if folder is None:
         return None
@@ -222,7 +236,7 @@ class _Answer:
     """Result of a child: the store's entry with its answer, and the facts of the program."""
 
     digest: str
-    facts: Mapping[str, Any]
+    facts: ProgramFacts
     cached: bool
 
 
@@ -230,14 +244,14 @@ def _outcome(folder: Path, reply: _Answer) -> Outcome:
     refused = folder / ERROR
     if not refused.exists():
         return Compiled(folder, reply.digest, reply.cached, reply.facts)
-    report = {**read_json(folder / REPORT), "program": dict(reply.facts)}
+    report = msgspec.structs.replace(read_report(folder), program=reply.facts)
     answer = rejection(read_json(refused)["text"], 0)
     assert answer is not None
     # The report's figure is exact; the message rounds to two decimals.
-    need = report.get("memory", {}).get("used_in_bytes", answer.need_bytes)
+    used = None if report.memory is None else report.memory.used_in_bytes
     return replace(
         answer,
-        need_bytes=need,
+        need_bytes=answer.need_bytes if used is None else used,
         digest=reply.digest,
         cached=reply.cached,
         report=report,
@@ -269,17 +283,16 @@ class _CompileTask:
 
         compiler = self.wanted.compiler
         return cloudpickle.dumps(
-            {
-                # Unpickled after the settings apply, otherwise 64-bit arrays would be narrowed.
-                "program": dumps(self.wanted.program),
-                "slice": self.wanted.on.name,
-                "flags": tuple(compiler.flags),
-                "runtime": _runtime(compiler),
-                "options": dict(compiler.options),
-                "save": compiler.save,
-                "store": str(compiler.root),
-                "settings": dict(self.wanted.settings),
-            }
+            CompileRequest(
+                program=dumps(self.wanted.program),
+                slice=self.wanted.on.name,
+                flags=tuple(compiler.flags),
+                runtime=_runtime(compiler),
+                options=dict(compiler.options),
+                save=compiler.save,
+                store=str(compiler.root),
+                settings=dict(self.wanted.settings),
+            )
         )
 
 
@@ -295,7 +308,7 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
     )
     try:
         _send(process, message)
-        record = _listen(process, say)
+        last = _listen(process, say)
         code = process.wait()
     except BaseException:
         _kill(process)
@@ -306,20 +319,22 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
     if children.ended:
         raise KeyboardInterrupt
     if code == 0:
-        return _Answer(record["digest"], record["facts"], cached=record["stage"] == "found")
+        assert last is not None
+        assert last.facts is not None
+        return _Answer(last.digest, last.facts, cached=last.stage == FOUND)
     printed = log.read_text(errors="replace")
     tail = "\n".join(printed.splitlines()[-LOG_LINES:])
-    if record.get("stage") != FAILED:
+    if last is None or last.stage != FAILED:
         return Failed(reason=_death(code, printed), log=tail)
-    if record["who"] == "user":
-        raise _MISTAKES.get(record["kind"], SystolicError)(record["text"])
-    log = f"{record['text']}\n{tail}"
-    if (unknown := _NO_OPTION.search(record["text"])) is not None:
+    if last.who == "user":
+        raise _MISTAKES.get(last.kind, SystolicError)(last.text)
+    log = f"{last.text}\n{tail}"
+    if (unknown := _NO_OPTION.search(last.text)) is not None:
         flag = f"--{unknown[1]}"
         reason = f"libtpu {version('libtpu')} or XLA does not know a flag: {flag}; leave it out"
         return Failed(reason=reason, log=log, unknown_flag=flag)
-    where = f" (at {record['where']})" if record["where"] else ""
-    return Failed(reason=f"{_first_line(record['text'])}{where}", log=log)
+    where = f" (at {last.where})" if last.where else ""
+    return Failed(reason=f"{_first_line(last.text)}{where}", log=log)
 
 
 def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
@@ -329,20 +344,17 @@ def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
         process.stdin.flush()
 
 
-def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
-    """The child's last record."""
-    last: dict[str, Any] = {}
+def _listen(process: "subprocess.Popen[bytes]", say: Say) -> ChildLine | None:
+    """The child's last line; None of one that printed none."""
+    last = None
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            record = json.loads(line)
-        except ValueError:
+            last = msgspec.convert(json.loads(line), ChildLine)
+        except (ValueError, msgspec.ValidationError):
             continue  # a library that prints
-        if not isinstance(record, dict) or "stage" not in record:
-            continue
-        last = record
-        if last["stage"] != FAILED:
-            say(last["stage"])
+        if last.stage != FAILED:
+            say(last.stage)
     return last
 
 

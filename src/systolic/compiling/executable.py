@@ -14,12 +14,14 @@ import shutil
 import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from systolic.chips.host import model_name
-from systolic.compiling.outcome import Compiled
+from systolic.compiling.outcome import Compiled, FileSignature, Fingerprint
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.files import cure
 
@@ -32,43 +34,13 @@ _SHOWN = 12
 """Characters of a digest shown in a message."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """Everything a compiled program depends on, made in the same way for compiling and loading."""
+class SavedExecutable(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of an executable in the file beside it: a :class:`CompileReport`, as far as loading depends on it."""
 
-    platform: str
-    """``tpu``, ``gpu`` or ``cpu``."""
-    kind: str
-    """JAX's device kind; for a CPU the processor's name."""
-    devices: int
-    """Number of devices in the mesh of the program."""
-    versions: Mapping[str, str]
-    """Versions of jax, jaxlib and, for a TPU, libtpu."""
-    build: str
-    """Number of libtpu's source revision; empty off TPU."""
-    flags: Sequence[str]
-    """Compiler flags of the program and the environment, sorted."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this compile alone."""
-    ids: Sequence[int]
-    """JAX's device ids in mesh order."""
-    places: Sequence[Sequence[int]]
-    """(x, y, z, core, slice) of each device; empty off TPU."""
-    program: str
-    """Digest of the lowered program; see :func:`program_digest`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for :meth:`from_json`."""
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Fingerprint":
-        """Fingerprint from plain values.
-
-        Raises:
-            KeyError: a field is absent.
-        """
-        return cls(**{attribute.name: values[attribute.name] for attribute in fields(cls)})
+    stamp: Fingerprint
+    executable: FileSignature
+    program: dict[str, Any]
+    """Facts of the program, by which a difference is named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,9 +136,9 @@ def serialize(compiled: Any) -> bytes:
         ) from error
 
 
-def signature(content: bytes) -> dict[str, Any]:
+def signature(content: bytes) -> FileSignature:
     """Size and digest of an executable's file, for its report."""
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return FileSignature(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def save(compiled: Compiled, path: Path) -> None:
@@ -181,7 +153,7 @@ def save(compiled: Compiled, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
-        _beside(path).write_text(json.dumps(compiled.report))
+        _beside(path).write_text(json.dumps(compiled.report.to_json()))
     except OSError as error:
         raise RunError(
             f"{path} could not be written ({error.strerror}); {cure(path, error)}"
@@ -211,13 +183,13 @@ def load(
     from jax.experimental import serialize_executable
 
     begin = time.perf_counter()
-    report = _report(path)
+    saved = _saved(path)
     here = stamp(lowered.as_text(), devices, flags=flags)
-    check(path, report, here, facts or {})
+    check(path, saved, here, facts or {})
     content = path.read_bytes()
-    if signature(content) != report["executable"]:
+    if signature(content) != saved.executable:
         raise RunError(
-            f"{path} is not the file that {_beside(path).name} describes: {len(content):,} bytes of {report['executable']['bytes']:,}, or others; copy both again"
+            f"{path} is not the file that {_beside(path).name} describes: {len(content):,} bytes of {saved.executable.bytes:,}, or others; copy both again"
         )
     try:
         compiled = serialize_executable.deserialize_and_load(
@@ -235,29 +207,26 @@ def load(
     return Loaded(path=path, compiled=compiled, seconds=time.perf_counter() - begin)
 
 
-def check(
-    path: Path, report: Mapping[str, Any], here: Fingerprint, facts: Mapping[str, Any]
-) -> None:
-    """Checks that the executable saved with this report can run here.
+def check(path: Path, saved: SavedExecutable, here: Fingerprint, facts: Mapping[str, Any]) -> None:
+    """Checks that the executable that ``saved`` describes can run here.
 
     Raises:
         RunError: it can't; names the first difference, both values and the next step.
     """
-    for what, saved, present, fix in _differences(Fingerprint.from_json(report["stamp"]), here):
-        raise RunError(f"{path} does not match: its {what} is {saved}, here it is {present}; {fix}")
-    if report["stamp"]["program"] == here.program:
+    for what, theirs, ours, fix in _differences(saved.stamp, here):
+        raise RunError(f"{path} does not match: its {what} is {theirs}, here it is {ours}; {fix}")
+    if saved.stamp.program == here.program:
         return
     for name, value in facts.items():
-        saved = report["program"].get(name)
-        if saved != value:
-            if isinstance(saved, Mapping) and isinstance(value, Mapping):
-                saved, value = _differing(saved, value)
+        before = saved.program.get(name)
+        if before != value:
+            if isinstance(before, Mapping) and isinstance(value, Mapping):
+                before, value = _differing(before, value)
             raise RunError(
-                f"{path} is another program: its {name} is {_text(saved)}, here it is {_text(value)}; give the recipe and the options that it was forecast with"
+                f"{path} is another program: its {name} is {_text(before)}, here it is {_text(value)}; give the recipe and the options that it was forecast with"
             )
-    saved = report["stamp"]["program"]
     raise RunError(
-        f"{path} is another program: its lowered digest is {saved[:_SHOWN]}, here it is {here.program[:_SHOWN]}; give the options and the source that it was forecast with, or forecast again with --save"
+        f"{path} is another program: its lowered digest is {saved.stamp.program[:_SHOWN]}, here it is {here.program[:_SHOWN]}; give the options and the source that it was forecast with, or forecast again with --save"
     )
 
 
@@ -316,18 +285,15 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def _report(path: Path) -> dict[str, Any]:
+def _saved(path: Path) -> SavedExecutable:
     for file in (path, _beside(path)):
         if not file.is_file():
             raise NotFoundError(
                 f"{file} is not a file; systolic forecast RECIPE --on SLICE --save {path} writes it and {path.name}.json"
             )
     try:
-        report = json.loads(_beside(path).read_text())
-        Fingerprint.from_json(report["stamp"])
-        _ = report["executable"]["bytes"], report["program"]
-    except (ValueError, KeyError, TypeError) as error:
+        return msgspec.convert(json.loads(_beside(path).read_text()), SavedExecutable)
+    except (ValueError, msgspec.ValidationError) as error:
         raise RunError(
-            f"{_beside(path)} is damaged, or of a version that did not record what it was made for ({type(error).__name__}: {error}); forecast again with --save"
+            f"{_beside(path)} is damaged, or of a version that did not record what it was made for ({error}); forecast again with --save"
         ) from error
-    return report

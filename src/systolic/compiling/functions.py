@@ -25,7 +25,14 @@ from jax.sharding import (
 
 from systolic.chips import Slice
 from systolic.compiling.restored import is_pmapped, key_of, shape_text, standing, trace_pmapped
-from systolic.compiling.traced import CalledFunction, FunctionCall, Traced, is_filtered, name_of
+from systolic.compiling.traced import (
+    CalledFunction,
+    FunctionCall,
+    ProgramFacts,
+    Traced,
+    is_filtered,
+    name_of,
+)
 from systolic.core.errors import OptionError, SystolicError
 from systolic.steps.mesh import place, slices_of
 
@@ -57,16 +64,16 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
     return Traced(
         traced=traced,
         mesh=mesh,
-        facts={
-            "name": program.name,
-            "verb": "function",
-            "model_flops": program.model_flops,
-            "unit": unit,
-            "units": units,
-            "precision": None,
-            "layout": {axis: int(size) for axis, size in mesh.shape.items()},
-            "notes": [*program.notes, *_order_notes(program, devices)],
-        },
+        facts=ProgramFacts(
+            name=program.name,
+            verb="function",
+            model_flops=program.model_flops,
+            unit=unit,
+            units=units,
+            precision=None,
+            layout={axis: int(size) for axis, size in mesh.shape.items()},
+            notes=[*program.notes, *_order_notes(program, devices)],
+        ),
     )
 
 

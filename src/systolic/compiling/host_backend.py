@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from systolic.chips import Slice
 from systolic.chips.catalogue import by_device_kind
 from systolic.compiling.dump import POLL_SECONDS, dump_options, peak_bytes, scheduled_for_cpu
@@ -144,7 +146,15 @@ def schedule(lowered: Any, folder: Path) -> str:
     raise failed[0] if failed else RuntimeError(f"the compiler wrote no schedule into {folder}")
 
 
-def measured_rates(num_devices: int) -> dict[str, float]:
+class CpuRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of one virtual device of this machine's CPU."""
+
+    matmul_flops_per_second: float
+    memory_bytes_per_second: float
+    vector_operations_per_second: float
+
+
+def measured_rates(num_devices: int) -> CpuRates:
     """Measured rates of this CPU: FLOP/s of f32 matmuls, bytes/s of sums, elementwise operations/s.
 
     Rates of each virtual device when all run, since they share cores and memory.
@@ -163,15 +173,14 @@ def measured_rates(num_devices: int) -> dict[str, float]:
             x = x * 0.5 + 0.25
         return x
 
-    return {
-        "matmul_flops_per_second": 2.0 * size**3 / _best(lambda a: a @ a, matrix) / num_devices,
-        "memory_bytes_per_second": 8.0 * length / _best(lambda a: a + 1, row) / num_devices,
-        "vector_operations_per_second": 2.0
-        * _CHAIN
-        * short.size
-        / _best(chain, short)
-        / num_devices,
-    }
+    matmul = 2.0 * size**3 / _best(lambda a: a @ a, matrix)
+    memory = 8.0 * length / _best(lambda a: a + 1, row)
+    vector = 2.0 * _CHAIN * short.size / _best(chain, short)
+    return CpuRates(
+        matmul_flops_per_second=matmul / num_devices,
+        memory_bytes_per_second=memory / num_devices,
+        vector_operations_per_second=vector / num_devices,
+    )
 
 
 _CHAIN = 32

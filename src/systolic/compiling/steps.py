@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format
 
 from systolic.chips import Slice
-from systolic.compiling.traced import PagedCall, ServingCall, StepKind, Traced
+from systolic.compiling.traced import PagedCall, ProgramFacts, ServingCall, StepKind, Traced
 from systolic.core.errors import OptionError
 from systolic.job import Batch, Job, LayerArrays, Residual, Sampling
 from systolic.models.quantized.codes import stored_bytes
@@ -61,23 +61,23 @@ def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Tr
     return Traced(
         traced=traced,
         mesh=target.mesh,
-        facts={
-            "name": job.name,
-            "verb": verb.value,
-            "model_flops": float(flops),
-            "unit": unit,
-            "units": int(units),
+        facts=ProgramFacts(
+            name=job.name,
+            verb=verb.value,
+            model_flops=float(flops),
+            unit=unit,
+            units=int(units),
             **described(job, steps),
-            "notes": list(target.notes),
-        },
+            notes=list(target.notes),
+        ),
     )
 
 
-def described(job: Job, steps: StepFunctions) -> dict[str, Any]:
-    """Sizes, precision and layout of a definite job, as text."""
+def described(job: Job, steps: StepFunctions, rows: int | None = None) -> dict[str, Any]:
+    """Sizes, precision and layout of a definite job, as text; of a step with ``rows`` in place of the job's batch."""
     micro = job.layout.num_microbatches(steps.batch_size // job.layout.accumulate)
     return {
-        "batch_size": steps.batch_size,
+        "batch_size": steps.batch_size if rows is None else rows,
         "parameters": steps.network.num_parameters,
         "precision": job.precision.value,
         "layout": job.layout.to_json() | ({"microbatches": micro} if micro else {}),
@@ -134,17 +134,16 @@ def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Tr
     return Traced(
         traced=traced,
         mesh=target.mesh,
-        facts={
-            "name": job.name,
-            "verb": "decode" if program.tokens == 1 else "prefill",
-            "model_flops": float(flops),
-            "unit": "tokens",
-            "units": units,
-            **described(job, decode.steps),
-            "batch_size": program.rows,
+        facts=ProgramFacts(
+            name=job.name,
+            verb="decode" if program.tokens == 1 else "prefill",
+            model_flops=float(flops),
+            unit="tokens",
+            units=units,
+            **described(job, decode.steps, program.rows),
             **_bytes(decode, program),
-            "notes": list(target.notes),
-        },
+            notes=list(target.notes),
+        ),
     )
 
 
@@ -172,23 +171,22 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
     return Traced(
         traced=traced,
         mesh=target.mesh,
-        facts={
-            "name": job.name,
-            "verb": "decode" if not program.chunk else "prefill" if not program.rows else "step",
-            "model_flops": float(flops) * replicas,
-            "unit": "tokens",
-            "units": shape.tokens * replicas,
-            **described(job, paged.steps),
-            "batch_size": shape.texts * replicas,
-            "attention": paged.kernel,
-            "weight_bytes": sum(_one(a, a.sharding) * share for a, share in read),
-            "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
-            "cache_bytes": page * program.pages * shape.texts * _read_share(job.model, program),
-            "page_bytes": page,
-            "int8_products": any(how.format.activations for _, how in job.quantization.matrices),
-            "replicas": replicas,
-            "notes": list(target.notes),
-        },
+        facts=ProgramFacts(
+            name=job.name,
+            verb="decode" if not program.chunk else "prefill" if not program.rows else "step",
+            model_flops=float(flops) * replicas,
+            unit="tokens",
+            units=shape.tokens * replicas,
+            **described(job, paged.steps, shape.texts * replicas),
+            attention=paged.kernel,
+            weight_bytes=sum(_one(a, a.sharding) * share for a, share in read),
+            stored_bytes=float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
+            cache_bytes=page * program.pages * shape.texts * _read_share(job.model, program),
+            page_bytes=page,
+            int8_products=any(how.format.activations for _, how in job.quantization.matrices),
+            replicas=replicas,
+            notes=list(target.notes),
+        ),
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from systolic.job import Job, Served, ServedCache
 
 
@@ -20,14 +22,56 @@ class StepKind(enum.Enum):
     decode = "decode"
 
 
+class ProgramFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a program before any compile."""
+
+    name: str = ""
+    verb: str = "train"
+    """A :class:`StepKind`, ``step`` of a server that reads and writes at once, or ``function``."""
+    model_flops: int | float | None = None
+    unit: str = "calls"
+    """``tokens``, ``examples`` or ``calls``."""
+    units: int | float = 1
+    """Units of a step, all devices."""
+    batch_size: int = 0
+    parameters: int = 0
+    precision: str | None = None
+    layout: dict[str, Any] = {}
+    attention: str = ""
+    """Kernel of a cache in pages."""
+    weight_bytes: float = 0.0
+    """Bytes of the weights that a step reads on one device."""
+    stored_bytes: float = 0.0
+    """Bytes of all weights on one device."""
+    cache_bytes: float = 0.0
+    """Bytes of the cache that a step reads on one device."""
+    page_bytes: int = 0
+    """Bytes of a page of the cache on one device."""
+    int8_products: bool = False
+    """Whether activations are multiplied in int8."""
+    replicas: int = 0
+    notes: list[str] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; of the fields of jobs and servers those that it has."""
+        fields = msgspec.to_builtins(self)
+        return {name: value for name, value in fields.items() if value or name not in OF_SOME}
+
+
+OF_SOME = (
+    *("batch_size", "parameters", "attention", "weight_bytes", "stored_bytes"),
+    *("cache_bytes", "page_bytes", "int8_products", "replicas"),
+)
+"""Fields of :class:`ProgramFacts` that jobs and servers alone have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """Program with abstract, sharded arguments, and its facts before any compile."""
 
     traced: Any
     """``jax.stages.Traced``."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """model_flops, unit and units per call, notes, layout, precision."""
+    facts: ProgramFacts
     mesh: Any = None
 
 

@@ -30,11 +30,12 @@ from systolic.core.units import duration, plural, si
 from systolic.explaining.alone import devices_named, devices_of, matmul_seconds, module_of
 from systolic.explaining.profiles import run_of
 from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource, check_name
-from systolic.forecasting.profiled import LEAST, begun_by, programs_of
-from systolic.hlo import Module, Shape, parse
+from systolic.forecasting.profiled import LEAST, begun_by, ops_beyond, programs_of
+from systolic.hlo import Module, parse
 from systolic.profile import Profile, open_profile
 from systolic.profile.ceilings import HOST_LINK
 from systolic.profile.ops import Activity
+from systolic.profile.profile import name_of
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.profile.trace import Backend, DeviceOp
 from systolic.runs.record import slice_with
@@ -122,8 +123,6 @@ class _OpPrices:
     on: Slice
     programs: Mapping[str, Module]
     """Program to its module."""
-    ambiguous: frozenset[str] = frozenset()
-    """Programs of which several versions ran."""
     simulated: dict[str, None] = field(default_factory=dict)
     alone: bool = False
     notes: list[str] = field(default_factory=list)
@@ -137,8 +136,6 @@ class _OpPrices:
         """Price of one call; None of an op that has none, or that no kind stands for."""
         module = self.programs.get(row.program)
         if module is not None:
-            if row.program in self.ambiguous:
-                return None
             return self._in(module, row)
         return self._alone(row)
 
@@ -206,8 +203,7 @@ def measured_ops(table: ProfileTable, on: Slice, programs: Mapping[str, Module])
         on: The slice that it was recorded on.
         programs: Program to its module, of the profile or of a dump; ops of others are priced alone.
     """
-    ambiguous = _ambiguous(table)
-    prices = _OpPrices(on=on, programs=programs, ambiguous=ambiguous)
+    prices = _OpPrices(on=on, programs=programs)
     runs = {row.name: row.runs for row in table.programs}
     together = _Together(table)
     ratios, total, unmatched = [], 0.0, defaultdict[str, float](float)
@@ -220,14 +216,13 @@ def measured_ops(table: ProfileTable, on: Slice, programs: Mapping[str, Module])
             ratios.append(ratio)
         else:
             unmatched[row.op.kind.value] += busy
-    notes = [f"{name} ran in several versions: left out" for name in sorted(ambiguous)]
     return MeasuredOps(
         ratios=ratios,
         total=total,
         unmatched=dict(sorted(unmatched.items(), key=lambda item: -item[1])),
         simulated=list(prices.simulated),
         alone=prices.alone,
-        notes=[*notes, *prices.notes],
+        notes=prices.notes,
     )
 
 
@@ -340,15 +335,6 @@ def _apart(profile: Profile) -> list[tuple[DeviceOp, DeviceOp]]:
 
 def _is_collective(profile: Profile, op: DeviceOp) -> bool:
     return profile.describe(op).kind is Activity.collective
-
-
-def _ambiguous(table: ProfileTable) -> frozenset[str]:
-    """Programs of one name that have several modules."""
-    ids: dict[str, set[int]] = defaultdict(set)
-    for row in table.ops:
-        if row.op.raw.program is not None:
-            ids[row.program].add(row.op.raw.program)
-    return frozenset(name for name, held in ids.items() if len(held) > 1)
 
 
 # Factors
@@ -487,7 +473,13 @@ def record_of(request: CalibrationRequest) -> CalibrationRecord:
     for path, table in zip(request.profiles, tables, strict=True):
         on = on_given or _slice(table, modules, chip)
         _check_devices(on, path, table)
-        ops = measured_ops(table, on, {**programs_of(table), **modules})
+        of_dumps = {
+            row.name: modules[name_of(row.name)]
+            for row in table.programs
+            if name_of(row.name) in modules
+            and not ops_beyond(modules[name_of(row.name)], row.name, [table])
+        }
+        ops = measured_ops(table, on, {**programs_of(table), **of_dumps})
         measured.append(ops)
         sources.append(_source(path, table, ops))
     fitted = fit(measured, rates_of(on).host)
@@ -543,37 +535,17 @@ def _tables(paths: Sequence[Path], chip: str) -> list[ProfileTable]:
 def _check_dump(module: Module, path: Path, tables: Sequence[ProfileTable]) -> None:
     """Refuses a dump of a program that the profiles did not run, or of another build of it."""
     ran = list(dict.fromkeys(row.name for table in tables for row in table.programs))
-    if module.name not in ran:
+    versions = [name for name in ran if name_of(name) == module.name]
+    if not versions:
         raise OptionError(
             f"{path} is {module.name}, and the profiles ran {', '.join(ran[:4])}; give the dump of one of these"
         )
-    held = {
-        instruction.name: instruction.shape
-        for of in module.computations.values()
-        for instruction in of
-    }
-    measured = {
-        row.op.raw.name: row.op.line.shape
-        for table in tables
-        for row in table.ops
-        if row.program == module.name and row.op.line is not None
-    }
-    other = [name for name, shape in measured.items() if not _is_alike(held.get(name), shape)]
-    if other:
+    others = min((ops_beyond(module, name, tables) for name in versions), key=len)
+    if others:
         raise OptionError(
-            f"{path} is another build of {module.name}: {plural(len(other), 'op')} of {len(measured)} in the profiles have no such result in it, "
-            f"{other[0]} first; give the dump of the program that ran"
+            f"{path} is another build of {module.name}: {plural(len(others), 'op')} in the profiles have no such result in it, "
+            f"{others[0]} first; give the dump of the program that ran"
         )
-
-
-def _is_alike(held: Shape | None, measured: Shape) -> bool:
-    """Whether a dump's result has the arrays of a measured one."""
-    if held is None:
-        return False
-    of, other = list(held.arrays()), list(measured.arrays())
-    return [(array.dtype, array.dims) for array in of] == [
-        (array.dtype, array.dims) for array in other
-    ]
 
 
 def _chip_of(paths: Sequence[Path], tables: Sequence[ProfileTable]) -> Chip:

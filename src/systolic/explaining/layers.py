@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from systolic.explaining.settings import advise, changes, settings_of
 from systolic.explaining.step import Cause
-from systolic.runs.record import Record, RunRecord
+from systolic.runs.metrics import ProbedParameter, ProbeRecord
+from systolic.runs.record import RunRecord
 
 DEAD = 1e-8
 """Ratio to the model's median gradient (per element) below which a gradient counts as none."""
@@ -85,25 +86,29 @@ class LayerShare:
         return self.update / self.weight if self.weight else math.nan
 
 
-def parts(probe: Record) -> list[LayerShare]:
+def parts(probe: ProbeRecord) -> list[LayerShare]:
     """The layers of one probe."""
-    return [part for path, record in probe["parameters"].items() for part in _parts(path, record)]
+    return [part for path, probed in probe.parameters.items() for part in _parts(path, probed)]
 
 
-def _parts(path: str, record: Mapping[str, object]) -> Iterable[LayerShare]:
-    figures = {key: record[key] for key in ("gradient", "weight", "update", "lost")}
-    shape: list[int] = list(record["shape"])  # ty: ignore[invalid-argument-type]
-    stacked = isinstance(figures["gradient"], list)
-    own = shape[1:] if stacked else shape
-    for layer in range(shape[0] if stacked else 1):
-        each = {k: float(v[layer] if stacked else v) for k, v in figures.items()}  # ty: ignore
+def _parts(path: str, probed: ProbedParameter) -> Iterable[LayerShare]:
+    stacked = isinstance(probed.gradient, list)
+    own = probed.shape[1:] if stacked else probed.shape
+
+    def of(figure: float | list[float], layer: int) -> float:
+        return figure[layer] if isinstance(figure, list) else figure
+
+    for layer in range(probed.shape[0] if stacked else 1):
         yield LayerShare(
             path=path,
             layer=layer if stacked else None,
             is_matrix=len(own) > 1,
             size=math.prod(own),
-            dtype=str(record["dtype"]),
-            **each,
+            dtype=probed.dtype,
+            gradient=of(probed.gradient, layer),
+            weight=of(probed.weight, layer),
+            update=of(probed.update, layer),
+            lost=of(probed.lost, layer),
         )
 
 
@@ -131,10 +136,10 @@ def dead(history: RunRecord) -> Cause | None:
     last = [part for part in parts(probes[-1]) if part.name in silent]
     total = sum(part.is_matrix for part in parts(probes[-1]))
     evidence = [
-        f"{_names(last)}: gradient 0 in {_times(len(probes))}, step {probes[-1]['step']} the last"
+        f"{_names(last)}: gradient 0 in {_times(len(probes))}, step {probes[-1].step} the last"
     ]
     alive = [
-        x["step"]
+        x.step
         for x in history.diagnoses
         if any(p.gradient > 0 and p.name in silent for p in parts(x))
     ]
@@ -177,7 +182,7 @@ def uneven(history: RunRecord) -> Cause | None:
             "residual connections with a norm before each branch, and output weights scaled by 1/sqrt(2 layers)",
             settings.lower("model.layers", value=max(len(slopes) // 2, 1)),
         ]
-        if (history.job.get("job") or {}).get("start"):
+        if history.job.outline.start:
             advice = [settings.learning_rate(history.peak_rate / 3)]  # Its layers are given.
         name = "vanishing-gradients" if vanish else "exploding-gradients"
         word = "vanish towards" if vanish else "explode towards"
@@ -187,7 +192,7 @@ def uneven(history: RunRecord) -> Cause | None:
 
 def exploding(history: RunRecord) -> Cause | None:
     """Gradient norm that has grown throughout the run."""
-    norms = [r["grad_norm"] for r in history.train if math.isfinite(r["grad_norm"])]
+    norms = history.norms
     if len(norms) < 24:
         return None
     quarter = len(norms) // 4
@@ -213,14 +218,14 @@ def ratios(history: RunRecord) -> dict[str, float]:
     A probe at a lower rate is scaled up, since updates are proportional to the rate. Adapters are left out: they
     begin at zero or stand beside matrices that do, so that no ratio is usual for them.
     """
-    peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
-    probes = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
-    probes = probes or [x for x in history.diagnoses if x["learning_rate"] > 0]
+    peak = history.peak_rate or max(probe.learning_rate for probe in history.diagnoses)
+    probes = [x for x in history.diagnoses if x.learning_rate >= NEAR_PEAK * peak]
+    probes = probes or [x for x in history.diagnoses if x.learning_rate > 0]
     # The first steps of a run move weights that are still small or zero.
     probes = probes[1:] if len(probes) > 2 else probes
     by_matrix: dict[str, list[float]] = {}
     for probe in probes:
-        scale = max(peak / probe["learning_rate"], 1.0)
+        scale = max(peak / probe.learning_rate, 1.0)
         for part in parts(probe):
             if part.is_weight and math.isfinite(part.ratio) and part.gradient > 0:
                 by_matrix.setdefault(part.name, []).append(part.ratio * scale)
@@ -231,7 +236,7 @@ def rate(history: RunRecord) -> Cause | None:
     """Learning rate that moves the weights too fast at any time, or hardly at all."""
     by_matrix = ratios(history)
     middle = _median(by_matrix.values())
-    fast, step = max((_median(_moving(probe)), probe["step"]) for probe in history.diagnoses)
+    fast, step = max((_median(_moving(probe)), probe.step) for probe in history.diagnoses)
     if not by_matrix or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
         return None
     settings = settings_of(history)
@@ -250,16 +255,16 @@ def rate(history: RunRecord) -> Cause | None:
     return _cause("learning-rate-low", title, evidence, advice)
 
 
-def _moving(probe: Record) -> list[float]:
+def _moving(probe: ProbeRecord) -> list[float]:
     """The ratios of the matrices that have a gradient, adapters left out."""
     return [part.ratio for part in parts(probe) if part.is_weight and part.gradient > 0]
 
 
-def training(history: RunRecord) -> list[Record]:
+def training(history: RunRecord) -> list[ProbeRecord]:
     """Probes without those of the end of the decay, whose updates are all lost to rounding."""
-    peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
+    peak = history.peak_rate or max(probe.learning_rate for probe in history.diagnoses)
     least = max(SOME_RATE * peak, 0.0)
-    return [probe for probe in history.diagnoses if probe["learning_rate"] > least]
+    return [probe for probe in history.diagnoses if probe.learning_rate > least]
 
 
 def lost(history: RunRecord) -> Cause | None:
@@ -305,10 +310,10 @@ def noise_scale(history: RunRecord) -> float | None:
     """
     signal, noise = [], []
     for probe in _late(history):
-        big, small = probe["big_square"], probe["small_square"]
-        whole = probe["batch"]
-        part = whole / probe["parts"]
-        if probe["parts"] > 1 and math.isfinite(big) and math.isfinite(small):
+        big, small = probe.big_square, probe.small_square
+        whole = probe.batch
+        part = whole / probe.parts
+        if probe.parts > 1 and math.isfinite(big) and math.isfinite(small):
             signal.append((whole * big - part * small) / (whole - part))
             noise.append((small - big) / (1 / part - 1 / whole))
     if not signal:
@@ -319,7 +324,7 @@ def noise_scale(history: RunRecord) -> float | None:
 
 def batch(history: RunRecord) -> Cause | None:
     """Batch far above the gradient noise scale."""
-    scale, size = noise_scale(history), history.diagnoses[-1]["batch"]
+    scale, size = noise_scale(history), history.diagnoses[-1].batch
     if scale is None or size <= LARGE_BATCH * scale or len(_late(history)) < 2:
         return None
     useful = max(2 ** round(math.log2(max(scale, 1.0))), 1, _fewest(history))
@@ -338,13 +343,12 @@ def batch(history: RunRecord) -> Cause | None:
 
 def _fewest(history: RunRecord) -> int:
     """Examples of the smallest batch that the run's layout divides."""
-    layout: Record = history.start.get("layout") or {}
-    plain: Record = (history.job.get("job") or {}).get("layout") or {}
-    ways = [int(layout.get(axis) or 1) for axis in ("data", "fsdp", "expert")]
-    return math.prod(ways) * int(plain.get("accumulate") or 1)
+    layout = history.start.layout
+    ways = [layout.get(axis) or 1 for axis in ("data", "fsdp", "expert")]
+    return math.prod(ways) * history.job.outline.layout.accumulate
 
 
-def _late(history: RunRecord) -> Sequence[Record]:
+def _late(history: RunRecord) -> Sequence[ProbeRecord]:
     """The later half of the probes; a single probe counts as later."""
     return history.diagnoses[len(history.diagnoses) // 2 :]
 

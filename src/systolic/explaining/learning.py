@@ -12,7 +12,8 @@ from typing import Any
 from systolic.explaining import layers
 from systolic.explaining.settings import changes, inspecting, settings_of
 from systolic.explaining.step import Cause
-from systolic.runs.record import Record, RunRecord, State
+from systolic.runs.metrics import loss_of, norm_of, rate_of
+from systolic.runs.record import RunRecord, State
 
 FEW = 12
 """Fewest records from which a curve is judged."""
@@ -67,13 +68,11 @@ def diverged(history: RunRecord) -> Cause | None:
         settings.higher("schedule.warmup", value=_longer_warmup(history)),
         settings.lower("optimizer.clip", value=1.0),
     ]
-    bad = [e for e in history.events if e["name"] in ("bad_step", "skip")]
-    broken = next((r for r in history.train if not math.isfinite(r["loss"])), None)
+    bad = [e for e in history.events if e.name in ("bad_step", "skip")]
+    broken = [r for r in history.train if not math.isfinite(loss_of(r))]
     if bad or broken:
-        first = bad[0] if bad else broken
-        assert first is not None
-        step = first["step"]
-        evidence = [str(e["detail"]) for e in bad[:3]] or [f"the loss of step {step} is {'NaN'}"]
+        step = (bad or broken)[0].step
+        evidence = [e.detail for e in bad[:3]] or [f"the loss of step {step} is {'NaN'}"]
         evidence += _around(history, step)
         advice = list(lower)
         if bad:
@@ -112,15 +111,14 @@ def spikes(history: RunRecord) -> Cause | None:
     for at, base, back in jumps[:4]:
         end = "it did not come back" if back is None else f"back at step {steps[back]}"
         top = max(losses[at : back or len(losses)])
-        rate = history.train[at]["learning_rate"]
-        norm = history.train[at]["grad_norm"]
+        rate, norm = rate_of(history.train[at]), norm_of(history.train[at])
         evidence.append(
             f"step {steps[at]}: {top:.4g} where {base:.4g} was normal, {end}; learning rate {rate:.3g}, gradient norm {norm:.3g}"
         )
     settings = settings_of(history)
     advice = [settings.learning_rate(history.peak_rate / 2)]
     clip = settings.get("optimizer.clip")
-    norms = [record["grad_norm"] for record in history.train if math.isfinite(record["grad_norm"])]
+    norms = history.norms
     usual = statistics.median(norms) if norms else 1.0
     if usual > 0 and (not clip or clip > 2 * usual):
         advice.append(settings.change("optimizer.clip", value=float(f"{usual:.1g}")))
@@ -219,7 +217,7 @@ def repeats(history: RunRecord) -> Cause | None:
         f"{epochs:.3g} passes over the training text; up to about {EPOCHS:g} are worth as much as new text, after about 16 nothing is left (Muennighoff et al. 2023)"
     ]
     settings = settings_of(history)
-    steps = max(round(history.train[-1]["step"] * EPOCHS / epochs), 1)
+    steps = max(round(history.train[-1].step * EPOCHS / epochs), 1)
     source = next((f" (--{name})" for name in ("path", "data") if settings.has(name)), "")
     advice = [f"more text{source}", settings.change("steps", value=steps)]
     return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
@@ -227,19 +225,19 @@ def repeats(history: RunRecord) -> Cause | None:
 
 def full_experts(history: RunRecord) -> Cause | None:
     """Choices dropped after the first records, because experts are uneven or have too few slots."""
-    known = [record for record in history.train if "dropped" in record]
+    known = [record for record in history.train if "dropped" in record.terms]
     late = known[len(known) // 2 :]
     if len(known) < FEW:
         return None
-    dropped = statistics.fmean(record["dropped"] for record in late)
+    dropped = statistics.fmean(record.terms["dropped"] for record in late)
     if not dropped > DROPPED:
         return None
     settings = settings_of(history)
     factor = settings.get("model.capacity_factor") or 1.25
     evidence = [
-        f"{dropped:.1%} of the choices of an expert found no slot and were dropped, in steps {late[0]['step']} to {late[-1]['step']}; capacity factor {factor:g}",
+        f"{dropped:.1%} of the choices of an expert found no slot and were dropped, in steps {late[0].step} to {late[-1].step}; capacity factor {factor:g}",
     ]
-    balance = [record["router_loss"] for record in late if "router_loss" in record]
+    balance = [record.terms["router_loss"] for record in late if "router_loss" in record.terms]
     if balance:
         experts = settings.get("model.experts")
         most = f", {experts} where one gets all" if experts else ""
@@ -283,7 +281,7 @@ def short(history: RunRecord) -> Cause | None:
     evidence = [
         f"over the last half the loss fell to {last:.4g} as steps^{slope:.2g}: as many steps again would take off about {gain * 100:.0f} %"
     ]
-    size = history.start.get("num_parameters")
+    size = history.start.num_parameters
     tokens = _tokens(history)
     if size and tokens:
         evidence.append(
@@ -296,9 +294,9 @@ def short(history: RunRecord) -> Cause | None:
 def validation(history: RunRecord) -> list[tuple[int, float]]:
     """Step and loss of each evaluation on the validation split."""
     return [
-        (record["step"], record["metrics"]["loss"])
+        (record.step, record.metrics["loss"])
         for record in history.evals
-        if record["split"] == "validation" and "loss" in record["metrics"]
+        if record.split == "validation" and "loss" in record.metrics
     ]
 
 
@@ -315,19 +313,18 @@ def _normal(before: Sequence[float]) -> tuple[float, float]:
 
 def _around(history: RunRecord, step: int) -> list[str]:
     """Evidence from the records before a step."""
-    before = [record for record in history.train if record["step"] <= step][-3:]
+    before = [record for record in history.train if record.step <= step][-3:]
     return [
-        f"step {r['step']}: loss {r['loss']:.4g}, gradient norm {r['grad_norm']:.3g}, learning rate {r['learning_rate']:.3g}"
+        f"step {r.step}: loss {loss_of(r):.4g}, gradient norm {norm_of(r):.3g}, learning rate {rate_of(r):.3g}"
         for r in before
     ]
 
 
-def _longer_warmup(history: RunRecord) -> int:
+def _longer_warmup(history: RunRecord) -> float:
     """Twice the warm-up, at least 100 steps and at most half of the job."""
-    job: Record = history.job.get("job") or {}
-    warmup = (job.get("schedule") or {}).get("warmup") or 0
-    longer = max(100, 2 * warmup)
-    return min(longer, max(job["steps"] // 2, 1)) if job.get("steps") else longer
+    job = history.job.outline
+    longer = max(100, 2 * job.schedule.warmup)
+    return min(longer, max(job.steps // 2, 1)) if job.steps else longer
 
 
 def _tokens(history: RunRecord) -> float | None:
@@ -335,7 +332,7 @@ def _tokens(history: RunRecord) -> float | None:
     if not history.reads_text:
         return None
     last = history.train[-1]
-    return last["tokens_per_second"] * last["step_seconds"] * last["step"]
+    return (last.tokens_per_second or 0.0) * (last.step_seconds or 0.0) * last.step
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -349,13 +346,12 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _begun(history: RunRecord) -> bool:
     """Whether it began with the weights of a model, whose sizes are given."""
-    return bool((history.job.get("job") or {}).get("start"))
+    return bool(history.job.outline.start)
 
 
 def _adapts(history: RunRecord) -> bool:
     """Whether adapters train beside frozen weights."""
-    adapter = (history.job.get("job") or {}).get("adapter") or {}
-    return adapter.get("kind", "none") != "none"
+    return history.job.outline.adapter.kind != "none"
 
 
 def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
@@ -397,7 +393,7 @@ def vitals(history: RunRecord) -> dict[str, Any]:
     return {
         "update_ratio": update_ratios[len(update_ratios) // 2] if update_ratios else None,
         "noise_scale": scale if scale is None or math.isfinite(scale) else None,
-        "batch": history.start.get("batch"),
+        "batch": history.start.batch,
         "epochs": history.epochs,
         "training_loss": history.loss_near(history.train_steps[-1]) if history.train else None,
         "validation_loss": points[-1][1] if points else None,

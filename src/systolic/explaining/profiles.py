@@ -24,20 +24,20 @@ from systolic.explaining.explainer import (
 )
 from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
-from systolic.forecasting.profiled import Beside, Key, beside, by_name, programs_of
+from systolic.forecasting.profiled import Beside, Key, beside, by_name, ops_beyond, programs_of
 from systolic.forecasting.text import forecast_text
-from systolic.hlo import parse
+from systolic.hlo import Module, parse
 from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
 from systolic.profile.files import SUFFIXES, is_profile_file
 from systolic.profile.ops import Activity
-from systolic.profile.profile import Profile
+from systolic.profile.profile import Profile, name_of
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend, common, missing, total, union
 from systolic.recipes.jobs.run import rebuild
 from systolic.report.notebook import WIDTH, screen
-from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.job_record import compiled_with, read_record
 from systolic.runs.record import slice_of, slice_with
 from systolic.runs.run import JOB, Run
 from systolic.sim.simulate import simulate
@@ -167,7 +167,7 @@ def _step_of(folder: Path, *, trust: bool) -> RecipeStep:
             raise OptionError(
                 f"forecasts for a {on.platform} do not rank settings well enough; try the advice above and measure"
             )
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
     return RecipeStep(
         recipe=recipe,
         options=options,
@@ -229,7 +229,7 @@ def explain_beside(explanation: ProfileExplanation, against: str) -> Beside:
     check(against)
     path = Path(against)
     module = parse(path.read_text(errors="replace"))
-    program = _program(table, module.name, against)
+    program = _program(table, module, against)
     on = _slice(explanation, max(module.num_partitions, 1))
     forecast = forecast_text(path, on)
     if forecast.timeline is None:
@@ -272,14 +272,15 @@ def check(against: str) -> None:
         )
 
 
-def _program(table: ProfileTable, name: str, path: str) -> str:
-    """The program of the profile that a dump is of, by its name."""
+def _program(table: ProfileTable, module: Module, path: str) -> str:
+    """The program of the profile that a dump is of, by its name; of several versions the one whose results it has."""
     names = [row.name for row in table.programs]
-    if name in names:
-        return name
-    raise OptionError(
-        f"{path} is {name}, and the profile ran {', '.join(names[:4])}; give the dump of one of these"
-    )
+    versions = [name for name in names if name_of(name) == module.name]
+    if not versions:
+        raise OptionError(
+            f"{path} is {module.name}, and the profile ran {', '.join(names[:4])}; give the dump of one of these"
+        )
+    return min(versions, key=lambda name: len(ops_beyond(module, name, [table])))
 
 
 def _slice(explanation: ProfileExplanation, number: int) -> Slice:
@@ -315,7 +316,7 @@ def run_of(path: Path) -> Path | None:
 def mesh_of(folder: Path) -> Mapping[str, int]:
     """Axes of a run's mesh and, of a pipeline, its microbatches."""
     with Run.open(folder) as run:
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
     mesh, job = dict(record.layout), record.job
     if mesh.get("pipeline", 1) > 1 and job["batch"]["total"]:
         accumulate, micro = (job["layout"][name] for name in ("accumulate", "microbatches"))

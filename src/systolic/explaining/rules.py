@@ -275,7 +275,11 @@ def windowed_einsums(step: Step) -> Iterable[Cause]:
             "windowed-einsums",
             "windowed einsums: weights travel piece by piece between partial matmuls",
             ops,
-            [f"weights gathered whole: --flags={OFF}"],
+            [
+                f"weights gathered whole: LIBTPU_INIT_ARGS={OFF} before the command, and forecast it again"
+                if step.foreign
+                else f"weights gathered whole: --flags={OFF}"
+            ],
             note=lambda op: f"{op.opcode} {op.name}{_times(op)}",
             seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
         )
@@ -328,6 +332,10 @@ def attention(step: Step) -> Iterable[Cause]:
     """Attention kernels: their time over what the peak needs for their FLOPs, where those are known."""
     ops = [op for op in step.ops if _is_attention(op)]
 
+    def unfit(op: StepOp) -> bool:
+        head = _head_dim(op)
+        return head is not None and head % step.mxu_width != 0
+
     def note(op: StepOp) -> str:
         fill, head = step.fill(op), _head_dim(op)
         text = f"{op.name}{_times(op)}" if fill is None else f"{fill:.0%} of the peak{_times(op)}"
@@ -355,7 +363,11 @@ def attention(step: Step) -> Iterable[Cause]:
                     if blocks
                     else []
                 ),
-                "a head dim of 128 or 256",
+                *(
+                    [f"a head dim that is a multiple of {step.mxu_width}"]
+                    if any(map(unfit, ops))
+                    else []
+                ),
             ],
             note=note,
             seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),

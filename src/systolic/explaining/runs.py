@@ -18,7 +18,8 @@ from systolic.explaining import learning
 from systolic.explaining.settings import changes, settings_of
 from systolic.explaining.step import Cause
 from systolic.runs import time_breakdown as records
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import read_record
+from systolic.runs.metrics import ProbeRecord, probe_of
 from systolic.runs.record import RunRecord, load_run
 from systolic.runs.run import Run
 
@@ -64,7 +65,7 @@ def speed(history: RunRecord) -> list[Cause]:
 def seconds_by_kind(history: RunRecord) -> dict[str, float]:
     """The summary's ``time``; without one the sum of the records, which lacks the start-up."""
     if history.summary is not None:
-        return dict(history.summary["time"])
+        return dict(history.summary.time)
     return records.spent(history.train, history.evals, history.events, history.resumed_from)
 
 
@@ -73,11 +74,11 @@ def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> 
     waited = spent["data_wait"]
     if waited < WAIT * total:
         return None
-    worst = max(history.train, key=lambda record: record["data_wait"])
+    worst = max(history.train, key=lambda record: record.data_wait or 0.0)
     evidence = [
-        f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst['step']}: {worst['data_wait'] * 100:.0f} %"
+        f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst.step}: {(worst.data_wait or 0.0) * 100:.0f} %"
     ]
-    cores, now = os.cpu_count() or 2, history.start.get("workers") or 0
+    cores, now = os.cpu_count() or 2, history.start.workers
     more = max(cores // 2, 1)
     advice = [f"--workers {more if more > now else cores}" if now < cores else ""]
     if history.reads_text and _is_streamed(history):
@@ -91,16 +92,16 @@ def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> 
 
 def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Time in which the accelerator waits for Python, seen by a host that never waits for it."""
-    name = str(history.start.get("devices", "cpu"))
-    known = [record["device_wait"] for record in history.train if "device_wait" in record]
+    name = history.start.devices or "cpu"
+    known = [wait for record in history.train if (wait := record.device_wait) is not None]
     if "cpu" in name.lower() or not known or statistics.median(known) > IDLE:
         return None
-    seconds = statistics.median(record["step_seconds"] for record in history.train)
+    seconds = _usual_seconds(history)
     evidence = [
         f"the host waited for results in {statistics.median(known) * 100:.1f} % of the time, so {name} ran out of work",
         f"a step takes {duration(seconds)} (median)",
     ]
-    size = history.start.get("batch")
+    size = history.start.batch
     advice = ["systolic doctor, to see what else this machine does"]
     if size:
         advice.insert(0, settings_of(history).batch(2 * size, size))
@@ -111,13 +112,12 @@ def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause 
 
 def recompilation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Steps compiled again because a batch had another shape."""
-    events = [event for event in history.events if event["name"] == "recompile"]
+    events = [event for event in history.events if event.name == "recompile"]
     if not events:
         return None
-    seconds = sum(event["seconds"] for event in events)
+    seconds = sum(event.seconds for event in events)
     evidence = [
-        f"step {event['step']}: {event['detail']} ({duration(event['seconds'])})"
-        for event in events[:3]
+        f"step {event.step}: {event.detail} ({duration(event.seconds)})" for event in events[:3]
     ]
     advice = ["batches of one shape: pad the odd ones, mask 0, or leave them out"]
     title = f"The step was compiled again {len(events)} time" + ("s" if len(events) > 1 else "")
@@ -128,18 +128,19 @@ def stalls(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
     """Stretches in which steps took far longer than usual."""
     if len(history.train) < 12:
         return None
-    usual = statistics.median(record["step_seconds"] for record in history.train)
-    lost, slow = 0.0, []
+    usual = _usual_seconds(history)
+    lost, slow = 0.0, list[tuple[int, float]]()
     for record, steps in records.steps_of(history.train, history.resumed_from):
-        own = record["step_seconds"] * (1 - record["data_wait"])
+        each = record.step_seconds or 0.0
+        own = each * (1 - (record.data_wait or 0.0))
         if own > SLOW * usual and steps > 0:
             lost += (own - usual) * steps
-            slow.append(record)
+            slow.append((record.step, each))
     if lost < STALL * total:
         return None
-    worst = sorted(slow, key=lambda record: -record["step_seconds"])[:3]
+    worst = sorted(slow, key=lambda stretch: -stretch[1])[:3]
     evidence = [f"{len(slow)} of {len(history.train)} stretches; a step takes {duration(usual)}"]
-    evidence += [f"before step {r['step']}: {duration(r['step_seconds'])} a step" for r in worst]
+    evidence += [f"before step {step}: {duration(each)} a step" for step, each in worst]
     advice = ["systolic doctor, to see what else this machine does"]
     return _cause("stalls", "Some steps are far slower than most", (lost, total), evidence, advice)
 
@@ -154,12 +155,12 @@ def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> 
     factor = math.ceil(seconds / total / (EVALUATION / 2))
     evidence = [f"{count} {'evaluation' if count == 1 else 'evaluations'} of {duration(each)}"]
     settings = settings_of(history)
-    within = [record for record in history.evals if not record.get("final")]
-    last = [record for record in history.evals if record.get("final")]
+    within = [record for record in history.evals if not record.final]
+    last = [record for record in history.evals if record.final]
     advice = [_rarer(history, "evaluation.every", factor)] if within else []
     name = "evaluation.batches" if within else "evaluation.final_batches"
     name = name if settings.has(name) else "evaluation.batches"
-    read = max((record.get("batches") or 0 for record in within or last), default=0)
+    read = max((record.batches or 0 for record in within or last), default=0)
     if read:
         evidence[0] += f", up to {read} batches each" if count > 1 else f", {read} batches"
     if read > 1:
@@ -174,7 +175,7 @@ def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) ->
     seconds = spent["checkpoint"]
     if seconds < CHECKPOINT * total:
         return None
-    count = sum(event["name"] == "checkpoint" for event in history.events)
+    count = sum(event.name == "checkpoint" for event in history.events)
     evidence = [
         f"{count} {'checkpoint' if count == 1 else 'checkpoints'}, {duration(seconds / max(count, 1))} each"
     ]
@@ -206,7 +207,7 @@ def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
     seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
     if seconds < DIAGNOSE * total or count < 2:
         return None
-    gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
+    gap = history.diagnoses[-1].step - history.diagnoses[-2].step
     evidence = [f"{count} probes, {duration(seconds / count)} each"]
     every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
     every = every if every < (history.steps or math.inf) else 0
@@ -230,14 +231,19 @@ def other(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause
     return _cause("start-up", "Starting took long", (seconds, total), evidence, ["systolic doctor"])
 
 
+def _usual_seconds(history: RunRecord) -> float:
+    """Median time of a step."""
+    return statistics.median(record.step_seconds or 0.0 for record in history.train)
+
+
 def _is_streamed(history: RunRecord) -> bool:
     """Whether text is tokenized while it trains; rows of instructions and packed data are not."""
     from systolic.data.text.packed import MANIFEST
 
-    data = (history.job.get("job") or {}).get("data") or {}
-    if data.get("type", "Documents") != "Documents":
+    data = history.job.outline.data
+    if data.kind not in ("", "Documents"):
         return False
-    return not (Path(data.get("path") or "") / MANIFEST).is_file()
+    return not (Path(data.path or "") / MANIFEST).is_file()
 
 
 def _rarer(history: RunRecord, name: str, factor: int) -> str:
@@ -335,7 +341,7 @@ def explain_run(
     )
 
 
-def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
+def probe(run: Run, *, trust: bool = False) -> tuple[list[ProbeRecord], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.inference.model import set_up_here
     from systolic.inference.setup import with_start
@@ -350,7 +356,7 @@ def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
             return [], reason
         reporter().stage("probing the newest checkpoint, layer by layer")
         if setup.steps.network.frozen:
-            setup, _ = with_start(setup, run.path, JobRecord.from_json(run.read_job()))
-        return list(examine(setup, run)), ""
+            setup, _ = with_start(setup, run.path, read_record(run))
+        return [probe_of(probed) for probed in examine(setup, run)], ""
     except SystolicError as error:
         return [], f"the newest checkpoint could not be probed: {error}"

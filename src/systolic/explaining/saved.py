@@ -79,7 +79,7 @@ def saved_step(path: Path) -> RecipeStep:
         return _planned(path)
     if "arguments" not in record:
         raise RunError(
-            f"{path} is a forecast of a Job, a function or a dump, and does not hold it; give the Job in Python: systolic.explain(job, on='{record['slice']}'), or explain a recipe: systolic explain RECIPE --on {record['slice']}"
+            f"{path} is a forecast of a Job, a function, a program or a dump, and does not hold it; explain what it was made of: systolic explain RECIPE --on {record['slice']}, or --on {record['slice']} -- python PROGRAM, or in Python systolic.explain(job, on='{record['slice']}')"
         )
     try:
         saved = msgspec.convert(record, _SavedForecast)

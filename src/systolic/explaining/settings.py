@@ -8,7 +8,7 @@ from typing import Any
 
 from systolic import recipes
 from systolic.core.ranges import dashed
-from systolic.runs.paths import DIRECTORY, located
+from systolic.runs.paths import located
 from systolic.runs.record import RunRecord
 
 TRAINING = (
@@ -37,20 +37,20 @@ def advise(text: str, *options: str, plain: str = "") -> Advice:
 
 def settings_of(run: RunRecord) -> "Settings":
     """Settings of the recipe that a run trains."""
-    return Settings(run.job.get("options") or {}, run.job.get("job") or {})
+    return Settings(run.job.options, run.job.job)
 
 
 def inspecting(run: RunRecord) -> str:
     """Command that shows a run's data, with the options that its data was made with; "" of a run without a recipe."""
-    recipe = run.job.get("recipe")
+    recipe = run.job.recipe
     if not recipe:
         return ""
-    recorded = run.job.get("options") or {}
+    recorded = run.job.options
     shared = dict(_flat(recorded, ""))
     if recipe in recipes.shipped():
         # Its types tell which options are paths, and its defaults what need not be given.
         shipped = recipes.find(recipe)
-        options = located(recipes.typed(shipped, recorded), run.path, run.job.get(DIRECTORY))
+        options = located(recipes.typed(shipped, recorded), run.path, run.job.directory)
         parameters = inspect.signature(shipped.function).parameters
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         usual = dict(_flat(recipes.plain(defaults), ""))

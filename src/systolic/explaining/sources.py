@@ -55,8 +55,8 @@ def step_of_forecast(
             index.setdefault(instruction.name, (computation, instruction))
     windowed = names(module)
     layout = forecast.layout
-    known = None if forecast.answer is None else forecast.answer.report["program"]
-    trains = known is None or known.get("verb", "train") == "train"
+    known = None if forecast.answer is None else forecast.answer.report.program
+    trains = known is None or known.verb == "train"
     mesh = {axis: int(layout[axis]) for axis in MESH if axis in layout}
     return Step(
         seconds=forecast.step_seconds or 0.0,

@@ -7,22 +7,32 @@ devices are free and the calls are over whose results it takes, in its own step 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.capture.program import Captured
+from systolic.capture.program import ArrayMoves, Captured, CapturedCall, CapturedProgram, HeldArray
 from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting.forecast import Forecast
-from systolic.forecasting.memory import HELD, LiveBuffer, MemoryMap, memory_map, with_held
+from systolic.forecasting.memory import (
+    HELD,
+    LiveBuffer,
+    MemoryMap,
+    memory_map,
+    undonated_bytes,
+    with_held,
+)
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.parse import check
+from systolic.sim.calibration import Calibration
+from systolic.sim.cost_kinds import PriceCorrection
 from systolic.sim.incomplete import NOTHING, Gaps, Given
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
@@ -72,17 +82,17 @@ class CallSchedule:
 
 
 def calls_of(
-    order: Sequence[Mapping[str, Any]],
+    order: Sequence[CapturedCall],
     seconds: Sequence[float],
     devices: Sequence[frozenset[Device]],
 ) -> list[DeviceCall]:
     """The calls of a step from what was recorded, with the seconds and the devices of each program."""
     return [
         DeviceCall(
-            program=call["program"],
-            seconds=seconds[call["program"]],
-            devices=devices[call["program"]],
-            after=[(place, back) for place, back in call["after"]],
+            program=call.program,
+            seconds=seconds[call.program],
+            devices=devices[call.program],
+            after=call.after,
         )
         for call in order
     ]
@@ -140,6 +150,8 @@ MOST_OTHERS = 6
 """Other calls that a note names."""
 MOST_NAMED = 8
 """Programs of a step that are named."""
+LARGE_SHARE = 0.05
+"""Share of a program's memory from which arguments that could be donated are named."""
 MOVED = 0.01
 """Share of a step that its moves outside of jit take, above which it is told."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
@@ -149,7 +161,7 @@ ZEROS = "arrays on the slice read as zeros while the program was captured, but f
 class StepPart:
     """A program of the step."""
 
-    facts: Mapping[str, Any]
+    program: CapturedProgram
     module: Module
     timeline: Timeline | None
     """None of a program that the compiler refused."""
@@ -165,22 +177,22 @@ class StepPart:
     @property
     def devices(self) -> frozenset[Device]:
         """Places of its devices in the slice."""
-        return frozenset(tuple(place) for place in self.facts["places"])
+        return frozenset(self.program.places)
 
     @property
     def calls(self) -> int:
         """Calls a step."""
-        return self.facts["calls_per_step"]
+        return self.program.calls_per_step
 
     @property
     def copies(self) -> int:
         """Processes that each run it on devices of their own."""
-        return self.facts.get("copies", 1)
+        return self.program.copies
 
     @property
     def mesh(self) -> Mapping[str, int]:
         """Axis to size of the program's mesh, outermost first; empty where its device order is another."""
-        return self.facts.get("mesh", {})
+        return self.program.mesh
 
 
 def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> Forecast:
@@ -199,12 +211,13 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
 
 def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[StepPart]:
     """The programs of a captured step, each simulated; raises as :func:`forecast_captured`."""
-    modules = [_module(captured, facts) for facts in captured.programs]
-    names = [facts["name"] for facts in captured.programs]
+    programs = captured.programs
+    modules = [_module(captured, program) for program in programs]
+    names = [program.name for program in programs]
     return [
-        _part(captured, facts, on, own, module)
-        for facts, module, own in zip(
-            captured.programs, modules, given_apart(given, names, modules), strict=True
+        _part(captured, program, on, own, module)
+        for program, module, own in zip(
+            programs, modules, given_apart(given, names, modules), strict=True
         )
     ]
 
@@ -258,9 +271,9 @@ def _names(module: Module, *, loops: bool) -> frozenset[str]:
     )
 
 
-def _module(captured: Captured, facts: Mapping[str, Any]) -> Module:
+def _module(captured: Captured, program: CapturedProgram) -> Module:
     """The compiled text of a program, checked."""
-    module = parse(counted_elsewhere((captured.folder / facts["text"]).read_text()))
+    module = parse(counted_elsewhere((captured.folder / program.text).read_text()))
     check(module)
     return module
 
@@ -283,29 +296,29 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
-    moved = _moves(answer.get("moves") or {}, on)
-    rare = [
-        _part(captured, facts, on, replace(given, strict=False)) for facts in answer["periodic"]
-    ]
-    beside = [
-        _part(captured, facts, on, replace(given, strict=False))
-        for facts in answer.get("beside", ())
-    ]
+    calibration = next(
+        (part.timeline.calibration for part in parts if part.timeline is not None), None
+    )
+    moves = answer.moves or ArrayMoves()
+    moved = _moves(moves, on, calibration)
+    lenient = replace(given, strict=False)
+    rare = [_part(captured, program, on, lenient) for program in answer.periodic]
+    beside = [_part(captured, program, on, lenient) for program in answer.beside]
     largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
     busiest = [part for part in parts if plan.device in part.devices]
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(_sum(parts, plan), moved),
+        timeline=_with_moves(_bounded(captured, parts, plan), moved),
         memory=largest.memory,
-        facts={"notes": _notes(captured, parts, on)},
+        facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
         on=on,
         compiler={
-            **answer["versions"],
-            "seconds": round(sum(sum(part.facts["seconds"].values()) for part in parts), 3),
+            **answer.versions,
+            "seconds": round(sum(sum(part.program.seconds.values()) for part in parts), 3),
             "cached": False,
-            "flags": answer["flags"].split(),
+            "flags": answer.flags.split(),
         },
         memory_origin=Origin.compiled if largest.is_compiled_memory else Origin.simulated,
     )
@@ -313,9 +326,9 @@ def forecast_parts(
         forecast,
         compiled_for=on.chip.name,
         cautions=(
-            *answer["cautions"],
+            *answer.cautions,
             *_cautions(parts, plan, on),
-            *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
+            *_of_moves(moves, moved, plan.seconds),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
@@ -328,7 +341,7 @@ def forecast_parts(
 
 def _name(parts: Sequence[StepPart]) -> str:
     """Names of the programs of a step, the first of many."""
-    names = [part.facts["name"] for part in parts]
+    names = [part.program.name for part in parts]
     more = len(names) - MOST_NAMED
     return " + ".join(names if more <= 1 else [*names[:MOST_NAMED], f"{more} more"])
 
@@ -349,11 +362,9 @@ def _checked(
     parts = [*parts, *large]
     refusals = [part for part in parts if part.timeline is None]
     worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
-    other = max(part.facts["held"]["other_bytes"] for part in parts)
+    other = max(part.program.held.other_bytes for part in parts)
     memory = worst.memory
-    remedy = (
-        "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
-    )
+    remedy = _remedy(worst, on)
     if held := memory.by_kind.get(HELD):
         remedy = f"drop or shard arrays of the {gibibytes(held)} {HELD}, or {remedy}"
     if other > max(have, memory.peak_bytes):
@@ -366,49 +377,88 @@ def _checked(
     return forecast
 
 
+def _remedy(part: StepPart, on: Slice) -> str:
+    """Ways to make a program fit, the most certain first."""
+    ways = []
+    if (kept := undonated_bytes(part.module)) > LARGE_SHARE * part.memory.peak_bytes:
+        ways.append(
+            f"donate arguments that it makes anew (jax.jit's donate_argnums; up to {gibibytes(kept)})"
+        )
+    if len(part.devices) == 1 < on.num_devices:
+        ways.append(
+            "shard its arguments over a mesh of jax.devices(), since it runs on one of them"
+        )
+    else:
+        ways.append("choose a larger slice or a smaller batch, or shard more of it")
+    return f"{', or '.join(ways)}, and run the command again"
+
+
 def _of_large(part: StepPart) -> str:
     """The line of a program beside the step that does not fit."""
-    return f"{part.facts['name']}, which the program calls beside its step, needs {gibibytes(part.memory.peak_bytes)} of a device and does not fit: the program fails there"
+    return f"{part.program.name}, which the program calls beside its step, needs {gibibytes(part.memory.peak_bytes)} of a device and does not fit: the program fails there"
 
 
 def _part(
     captured: Captured,
-    facts: Mapping[str, Any],
+    program: CapturedProgram,
     on: Slice,
     given: Given,
     module: Module | None = None,
 ) -> StepPart:
-    path = captured.folder / facts["text"]
-    module = module or _module(captured, facts)
-    places = [tuple(place) for place in facts["places"]]
+    path, answer = captured.folder / program.text, captured.answer
+    module = module or _module(captured, program)
     usage = path.with_name(f"{path.name}.{USAGE}")
     peak_bytes = used_bytes(usage.read_text()) if usage.exists() else None
     timeline = None
-    if not facts["refused"]:
-        timeline = simulate(module, on, places, flags=captured.answer["flags"].split(), given=given)
-    arrays = [_array(**array) for array in captured.answer["held"] if array["memory"] == "device"]
+    if not program.refused:
+        flags = answer.flags.split()
+        timeline = simulate(module, on, program.places, flags=flags, given=given)
+    arrays = [_array(array) for array in answer.held if array.memory == "device"]
     return StepPart(
-        facts=facts,
+        program=program,
         module=module,
         timeline=timeline,
-        memory=with_held(memory_map(module, peak_bytes), arrays, facts["held"]["bytes"]),
+        memory=with_held(memory_map(module, peak_bytes), arrays, program.held.bytes),
         is_compiled_memory=peak_bytes is not None,
     )
 
 
-def _array(
-    bytes: int, shape: Sequence[int] = (), dtype: str = "", made_by: str = "", **_: Any
-) -> LiveBuffer:
+def _array(array: HeldArray) -> LiveBuffer:
     """An array that the program holds outside of its step."""
     return LiveBuffer(
         name="",
         kind=HELD,
-        bytes=bytes,
-        shape=f"{dtype}{list(shape)}" if dtype else "",
+        bytes=array.bytes,
+        shape=f"{array.dtype}{array.shape}" if array.dtype else "",
         layer="",
         source="",
-        op=f"made by {made_by}" if made_by else HELD,
+        op=f"made by {array.made_by}" if array.made_by else HELD,
     )
+
+
+def _bounded(captured: Captured, parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
+    """The timeline of a step, with those of the least and the most that the incomplete programs among its parts may take."""
+    timeline = _sum(parts, plan)
+    if len(parts) == 1 and parts[0].calls == 1:
+        return timeline
+    timelines = [part.timeline for part in parts if part.timeline is not None]
+    bounds: dict[str, Timeline] = {}
+    if any(timeline.least for timeline in timelines):
+        bounds["least"] = _of(captured, parts, lambda part: part.least or part)
+    if timeline.incomplete and all(part.most or not part.incomplete for part in timelines):
+        bounds["most"] = _of(captured, parts, lambda part: part.most or part)
+    return replace(timeline, **bounds)
+
+
+def _of(
+    captured: Captured, parts: Sequence[StepPart], choose: Callable[[Timeline], Timeline]
+) -> Timeline:
+    """The timeline of a step with another timeline for each of its programs."""
+    others = [
+        replace(part, timeline=None if part.timeline is None else choose(part.timeline))
+        for part in parts
+    ]
+    return _sum(others, schedule_of(captured, others))
 
 
 def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
@@ -425,7 +475,7 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
         seconds = calls * part.seconds
         spans.append(
             Span(
-                name=part.facts["name"],
+                name=part.program.name,
                 opcode="call",
                 start=start,
                 seconds=seconds,
@@ -448,32 +498,33 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
-def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
-    """Seconds of ``jax.device_put`` between two steps, at the rates of the links: a lower bound."""
+def _moves(moves: ArrayMoves, on: Slice, calibration: Calibration | None) -> list[Span]:
+    """Seconds of ``jax.device_put`` between two steps, at the rates of the links, that of the host as calibrated: a lower bound."""
     rates = rates_of(on)
+    host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
     # A device at a corner has a link along each axis, and two along one that is closed to a ring.
     links = sum(
         2 if closed and size > 2 else 1
         for size, closed in zip(on.topology, on.wrap, strict=True)
         if size > 1
     )
-    kinds = {
-        "host": (Resource.host, rates.host),
-        "devices": (Resource.ici, max(links, 1) * rates.link),
-        "slices": (Resource.dcn, rates.dcn),
-    }
+    ways = (
+        (moves.host, Resource.host, host),
+        (moves.devices, Resource.ici, max(links, 1) * rates.link),
+        (moves.slices, Resource.dcn, rates.dcn),
+    )
     return [
         Span(
             name="device_put",
             opcode="copy",
             start=0.0,
-            seconds=moves[kind] / rate,
+            seconds=size / rate,
             resource=resource,
-            bytes=moves[kind],
+            bytes=size,
             priced_by=PricedBy.bytes,
         )
-        for kind, (resource, rate) in kinds.items()
-        if moves.get(kind) and rate
+        for size, resource, rate in ways
+        if size and rate
     ]
 
 
@@ -490,7 +541,7 @@ def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
     return timeline
 
 
-def _of_moves(moves: Mapping[str, int], moved: Sequence[Span], step: float) -> list[str]:
+def _of_moves(moves: ArrayMoves, moved: Sequence[Span], step: float) -> list[str]:
     """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
     seconds = sum(span.seconds for span in moved)
     if seconds <= MOVED * step:
@@ -502,7 +553,7 @@ def _of_moves(moves: Mapping[str, int], moved: Sequence[Span], step: float) -> l
     }
     sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
     return [
-        f"jax.device_put outside of jit moves arrays {plural(moves['times'], 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
+        f"jax.device_put outside of jit moves arrays {plural(moves.times, 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
     ]
 
 
@@ -510,7 +561,7 @@ def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
     """Calls on devices that the busiest one's leave out, each device in a lane of its own."""
     return [
         Span(
-            name=parts[call.program].facts["name"],
+            name=parts[call.program].program.name,
             opcode="call",
             start=start,
             seconds=call.seconds,
@@ -536,34 +587,38 @@ def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
 
 def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str]:
     answer = captured.answer
-    jax, libtpu = (f"{name} {answer['versions'][name]}" for name in ("jax", "libtpu"))
+    jax, libtpu = (f"{name} {answer.versions[name]}" for name in ("jax", "libtpu"))
     versions = f"{jax} and {libtpu} of its own environment"
-    if answer.get("lent_libtpu"):
+    if answer.lent_libtpu:
         versions = f"{jax} of its own environment, which has no libtpu, and {libtpu} of Systolic's"
     named = [
-        f"{part.facts['name']}{f' {part.calls} times' if part.calls > 1 else ''}" for part in parts
+        f"{part.program.name}{f' {part.calls} times' if part.calls > 1 else ''}" for part in parts
     ]
     left = len(named) - MOST_NAMED
     step = ", ".join(named if left <= 1 else [*named[:MOST_NAMED], f"{left} more"])
     notes = [
-        f"a step of {captured.command} calls {step}; compiled by {versions}; the program {answer['ended']}",
-        *answer["notes"],
+        f"a step of {captured.command} calls {step}; compiled by {versions}; the program {answer.ended}",
+        *answer.notes,
     ]
     if len(parts) > 1:
         notes.append(
             f"memory is that of the program of the step with the largest need; what the other calls keep for theirs is in the line {HELD!r}"
         )
-    if others := answer["others"]:
-        named = [f"{other['name']} ({other['calls']})" for other in others[:MOST_OTHERS]]
+    if others := answer.others:
+        own = {part.program.name for part in parts}
+        named = [
+            f"{other.name} ({other.calls}{', with other arguments' if other.name in own else ''})"
+            for other in others[:MOST_OTHERS]
+        ]
         more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
         notes.append(
-            f"other jitted functions that it called, and how often: {', '.join(named)}{more}; --step NAME takes another for the step"
+            f"other calls of jitted functions, and how often: {', '.join(named)}{more}; --step NAME takes another function for the step"
         )
-    if number := answer["operations_per_step"]:
+    if number := answer.operations_per_step:
         notes.append(
             f"a step has {plural(number, 'operation')} on the slice's arrays outside of the program's own jitted functions, which the time leaves out"
         )
-    if host := max(part.facts["held"]["host_bytes"] for part in parts):
+    if host := max(part.program.held.host_bytes for part in parts):
         notes.append(
             f"the program holds {gibibytes(host)} of arrays in the memory of a host beside those of its step"
         )
@@ -594,7 +649,7 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             f"the step runs on {of_all} of one host: each of the {copies} processes runs it on its own, and what they send each other is none of it; the time is that of one, the FLOPs and the bill are of all{use}"
         )
     elif len(used) == 1 < on.num_devices:
-        names = " and ".join(part.facts["name"] for part in parts)
+        names = " and ".join(part.program.name for part in parts)
         cautions.append(
             f"{names} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: shard its arguments over a mesh of jax.devices() to use all"
         )
@@ -605,7 +660,7 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
         )
     else:
         cautions += [
-            f"{part.facts['name']} runs on one of the {on.num_devices} devices of {on.name}: shard its arguments over a mesh of jax.devices() to use all"
+            f"{part.program.name} runs on one of the {on.num_devices} devices of {on.name}: shard its arguments over a mesh of jax.devices() to use all"
             for part in parts
             if len(part.devices) == 1 < on.num_devices and not _all_single(parts)
         ]
@@ -634,14 +689,14 @@ def _left_out(part: StepPart) -> str:
         for instruction in held
     ):
         return ""
-    executed = len(part.facts["places"]) * sum(
+    executed = len(part.program.places) * sum(
         times * (span.flops + span.vector_flops + span.padding_flops)
         for span, times in part.timeline.leaves()
     )
-    written = part.facts.get("needed_flops", 0.0)
+    written = part.program.needed_flops
     if executed >= LEFT_OUT * written:
         return ""
-    return f"the compiled {part.facts['name']} executes {si(executed, 'FLOP')} in matmuls, and its results need {si(written, 'FLOP')} as they are written: the compiler found a way around the rest, or does it in ops whose work is not known here; then the time is a lower bound"
+    return f"the compiled {part.program.name} executes {si(executed, 'FLOP')} in matmuls, and its results need {si(written, 'FLOP')} as they are written: the compiler found a way around the rest, or does it in ops whose work is not known here; then the time is a lower bound"
 
 
 def _all_single(parts: Sequence[StepPart]) -> bool:
@@ -650,10 +705,10 @@ def _all_single(parts: Sequence[StepPart]) -> bool:
 
 def _periodic(part: StepPart) -> dict[str, Any]:
     """Facts of a program that comes with some steps alone."""
-    calls = part.facts["calls"]
+    calls = part.program.calls
     return {
-        "name": part.facts["name"],
-        "every_steps": part.facts["every"],
+        "name": part.program.name,
+        "every_steps": part.program.every,
         "calls": calls,
         "seconds": calls * part.seconds if part.timeline is not None else None,
         "peak_bytes": part.memory.peak_bytes,

@@ -436,7 +436,7 @@ class StepSettings:
         words = [*option_words(source.recipe.function, source.options), *self.words(on)]
         if result.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
             remedy = shlex.join(["systolic", "explain", source.recipe.target, *words])
-            result = replace(result, rejected={**result.rejected, "remedies": [remedy]})
+            result = replace(result, rejected=replace(result.rejected, remedies=[remedy]))
         request = {
             "target": source.recipe.target,
             "arguments": words,
@@ -636,7 +636,14 @@ def _new_folder(folder: Path) -> Path:
     """Makes the folder of ``--keep``."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TakenError(f"{folder} exists; give --keep a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise OptionError(
+            f"--keep {folder} can't be written ({error.strerror}); give a folder that can be made"
+        ) from error
     return folder
 
 

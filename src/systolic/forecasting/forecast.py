@@ -15,7 +15,7 @@ from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration
 from systolic.forecasting.costs import by_op, seconds_by_place
-from systolic.forecasting.memory import MemoryMap
+from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
 from systolic.sim.calibration import Calibration, factors_json
 from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import Incomplete
@@ -75,8 +75,6 @@ def bill_of(on: Slice) -> Bill:
 
 
 BILLION, MILLION = 1e9, 1e6
-LARGEST = 12
-"""Buffers named in the JSON."""
 TOP_OPS = 20
 """Ops in the JSON, the most expensive first."""
 PLACES = 200
@@ -132,7 +130,7 @@ class Forecast:
     bill: Bill
     compiler: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
-    rejected: Mapping[str, Any] | None = None
+    rejected: MemoryShortage | None = None
     doubt: str = ""
     """Why the time is not the slice's, in the words of a verdict; empty without a reason."""
     compiled_for: str | None = None
@@ -162,6 +160,13 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
+
+    @property
+    def need_bytes(self) -> int:
+        """Memory of a device at the peak, whether it fits or not; 0 where it is not known."""
+        if self.memory is not None:
+            return self.memory.peak_bytes
+        return 0 if self.rejected is None else self.rejected.need_bytes
 
     @property
     def mfu(self) -> float | None:
@@ -324,7 +329,7 @@ class Forecast:
         if self.periodic:
             record["periodic"] = [dict(program) for program in self.periodic]
         if self.rejected is not None:
-            record["rejected"] = dict(self.rejected)
+            record["rejected"] = self.rejected.to_json()
         if self.against is not None:
             record |= self.against.to_json()
         return {**record, **self.request}
@@ -353,11 +358,10 @@ class Forecast:
     def _hbm(self) -> dict[str, Any]:
         memory = self.memory
         if memory is None:
-            need = (self.rejected or {}).get("need_bytes")
             return {
                 "capacity_bytes": self.capacity_bytes,
                 "origin": self.memory_origin.value,
-                "peak_bytes": need,
+                "peak_bytes": None if self.rejected is None else self.rejected.need_bytes,
                 "by_kind": {},
             }
         return {

@@ -19,7 +19,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from systolic.core.units import gibibytes
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.module import aliased_operand, named
 from systolic.hlo.shape import HBM
@@ -174,6 +176,22 @@ def _ends(computation: Computation, owners: Mapping[str, Owners]) -> dict[int, l
     for key, index in last.items():
         ends.setdefault(index, []).append(key)
     return ends
+
+
+def undonated_bytes(module: Module) -> int:
+    """Bytes of results of the shape of arguments that are not donated: a step that replaces them could reuse their memory."""
+    donated = set(module.donations.values())
+    free = Counter(
+        str(parameter.shape)
+        for number, parameter in enumerate(module.entry.parameters)
+        if number not in donated and parameter.shape.parts is None
+    )
+    kept = 0
+    for number, array in enumerate(module.entry.root.shape.arrays()):
+        if number not in module.donations and free[str(array)] and array.space == HBM:
+            free[str(array)] -= 1
+            kept += array.padded_bytes
+    return kept
 
 
 def _given_by_donations(module: Module) -> dict[Key, int]:
@@ -340,6 +358,52 @@ class MemoryMap:
     """Sums to ``peak_bytes``; what the schedule doesn't explain is ``temporaries``."""
     buffers: Sequence[LiveBuffer]
     """Largest first."""
+
+
+LARGEST = 12
+"""Buffers named in the JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryShortage:
+    """Memory that a program needs and a device does not have."""
+
+    space: str = "hbm"
+    """``hbm``, ``vmem`` or ``smem``."""
+    need_bytes: int
+    """Bytes of a device; 0 where the compiler names no number."""
+    have_bytes: int
+    buffers: Sequence[LiveBuffer] = ()
+    """The largest, largest first; empty where the compiler names none."""
+    remedies: Sequence[str] = ()
+    """Next steps, a line each."""
+
+    @classmethod
+    def of(cls, memory: MemoryMap, have_bytes: int, remedy: str) -> "MemoryShortage":
+        """Shortage of a device for a memory map; ``remedy`` is the next step."""
+        return cls(
+            need_bytes=memory.peak_bytes,
+            have_bytes=have_bytes,
+            buffers=memory.buffers[:LARGEST],
+            remedies=[f"{gibibytes(memory.peak_bytes - have_bytes)} less: {remedy}"],
+        )
+
+    def __str__(self) -> str:
+        """``needs 20.50 GiB of hbm, 15.75 GiB available``."""
+        return f"needs {gibibytes(self.need_bytes)} of {self.space}, {gibibytes(self.have_bytes)} available"
+
+    def to_json(self) -> dict[str, Any]:
+        """The published names."""
+        return {
+            "space": self.space,
+            "need_bytes": self.need_bytes,
+            "have_bytes": self.have_bytes,
+            "buffers": [
+                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
+                for b in self.buffers
+            ],
+            "remedies": list(self.remedies),
+        }
 
 
 def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:

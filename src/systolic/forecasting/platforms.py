@@ -4,18 +4,16 @@ For a CPU, and for a GPU of this machine, the program was compiled for real; for
 partitioned and scheduled on a CPU, and its forecast is marked as assumed.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from systolic.chips import Slice
 from systolic.compiling import Compiled
-from systolic.compiling.host_backend import Built
+from systolic.compiling.host_backend import Built, CpuRates
+from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
-from systolic.core.units import duration, gibibytes
+from systolic.core.units import duration
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
 from systolic.sim.incomplete import NOTHING, Given
@@ -31,6 +29,7 @@ PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says more (JAX's documentation)."""
 
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
+REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
@@ -42,13 +41,12 @@ def forecast_host(
     if given.calibration is not None:
         check_chip(given.calibration, on)
     report = outcome.report
-    built = Built(report["built"])
+    built, facts = report.built or Built.topology, report.program
     module = parse(outcome.hlo)
-    facts = report["program"]
-    memory = memory_map(module, _peak(report["memory"]))
+    memory = memory_map(module, _peak(report.memory or CompiledMemory()))
     have = capacity(on)
-    notes = [*facts.get("notes", ()), *_notes(built, on, memory, have, report)]
-    timeline, why = _timeline(module, on, (built, report), given)
+    notes = [*facts.notes, *_notes(built, on, memory, have, report)]
+    timeline, why = _timeline(module, on, report, given)
     if timeline is None:
         notes.append(why)
     fits = not have or memory.peak_bytes <= have
@@ -67,23 +65,23 @@ def forecast_host(
         low=low if shown else None,
         high=high if shown else None,
         interval=interval if shown else "",
-        model_flops=facts.get("model_flops"),
-        unit=facts.get("unit", "calls"),
-        units=facts.get("units", 1),
+        model_flops=facts.model_flops,
+        unit=facts.unit,
+        units=facts.units,
         hardware_flops=timeline.executed_flops if timeline is not None else 0.0,
         flops_by_format=timeline.flops_by_format if timeline is not None else {},
         bill=bill_of(on),
         compiler={
-            **report["versions"],
+            **report.versions,
             "seconds": round(seconds, 3),
-            "stages": report["seconds"],
+            "stages": report.seconds,
             "cached": outcome.cached,
-            "flags": report["flags"],
+            "flags": report.flags,
             "program": outcome.digest,
             "built_for": "cpu" if built is Built.stand_in else on.chip.name,
         },
-        layout=facts.get("layout", {}),
-        rejected=None if fits else _rejected(memory, have),
+        layout=facts.layout,
+        rejected=None if fits else MemoryShortage.of(memory, have, REMEDY),
         cautions=cautions_of(timeline) if timeline is not None else (),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
         answer=outcome,
@@ -96,33 +94,33 @@ def capacity(on: Slice) -> int:
     return memory // on.num_devices if on.platform == "cpu" else memory
 
 
-def _peak(stats: Mapping[str, int]) -> int | None:
+def _peak(stats: CompiledMemory) -> int | None:
     """Arguments, results that don't take their place, and temporaries at once."""
-    if "argument_size_in_bytes" not in stats:
-        return stats.get("used_in_bytes")
-    held = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
-    return sum(stats[name] for name in held) - stats.get("alias_size_in_bytes", 0)
+    if stats.argument_size_in_bytes is None:
+        return stats.used_in_bytes
+    own = (stats.output_size_in_bytes or 0) - (stats.alias_size_in_bytes or 0)
+    return stats.argument_size_in_bytes + own + (stats.temp_size_in_bytes or 0)
 
 
 def _timeline(
-    module: Module, on: Slice, how: tuple[Built, Mapping[str, Any]], given: Given
+    module: Module, on: Slice, report: CompileReport, given: Given
 ) -> tuple[Timeline | None, str]:
     """The roofline, or None and what the catalogue lacks for it."""
-    built, report = how
-    program = ModuleSource.stand_in if built is Built.stand_in else ModuleSource.compiled
+    stands_in = report.built is Built.stand_in
+    program = ModuleSource.stand_in if stands_in else ModuleSource.compiled
     try:
-        peaks = cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
+        peaks = gpu_peaks(on) if report.rates is None else cpu_peaks(report.rates)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
         return None, f"no step time: {error}"
 
 
-def cpu_peaks(rates: Mapping[str, float]) -> Peaks:
-    """Peaks of this CPU by its rates, as :func:`systolic.compiling.host_backend.measured_rates` has them."""
+def cpu_peaks(rates: CpuRates) -> Peaks:
+    """Peaks of this CPU by its rates."""
     return Peaks(
-        matmul={"f32": rates["matmul_flops_per_second"]},
-        memory=rates["memory_bytes_per_second"],
-        vector=rates["vector_operations_per_second"],
+        matmul={"f32": rates.matmul_flops_per_second},
+        memory=rates.memory_bytes_per_second,
+        vector=rates.vector_operations_per_second,
         is_cpu=True,
     )
 
@@ -155,14 +153,14 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
 
 
 def _notes(
-    built: Built, on: Slice, memory: MemoryMap, have: int, report: Mapping[str, Any]
+    built: Built, on: Slice, memory: MemoryMap, have: int, report: CompileReport
 ) -> list[str]:
     notes = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
     if built is Built.stand_in:
         notes.append(
             "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
         )
-        if report["flags"]:
+        if report.flags:
             notes.append("compiler flags have no effect on a roofline")
     if on.platform == "cpu":
         notes.append(MEASURED)
@@ -173,18 +171,3 @@ def _notes(
             "XLA preallocates 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         )
     return notes
-
-
-def _rejected(memory: MemoryMap, have: int) -> dict[str, Any]:
-    return {
-        "space": "hbm",
-        "need_bytes": memory.peak_bytes,
-        "have_bytes": have,
-        "buffers": [
-            {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-            for b in memory.buffers[:LARGEST]
-        ],
-        "remedies": [
-            f"{gibibytes(memory.peak_bytes - have)} less: split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
-        ],
-    }

@@ -16,12 +16,12 @@ from systolic.compiling.host_backend import measured_rates
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.errors import NotFoundError
 from systolic.forecasting.platforms import cpu_peaks
-from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.groups import COLLECTIVES
 from systolic.profile import open_profile
 from systolic.profile.ops import replica_groups
 from systolic.profile.table import OpRow, ProfileTable
-from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.job_record import compiled_with, read_record
 from systolic.runs.record import slice_of
 from systolic.runs.run import Run
 from systolic.sim.incomplete import PALLAS
@@ -343,7 +343,7 @@ def traced_beside(run: Run, folder: Path) -> Beside:
 
 def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:
     if on.platform == "tpu":
-        flags = compiled_with(JobRecord.from_json(run.read_job()))
+        flags = compiled_with(read_record(run))
         return simulate(module, on, flags=flags), f"simulated on {on.name}"
     if on.platform == "gpu":
         peaks, note = gpu_peaks(on), f"forecast for {on.name}: a roofline, op after op"
@@ -351,3 +351,30 @@ def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:
         peaks = cpu_peaks(measured_rates(on.num_devices))
         note = "forecast for this CPU: a roofline, op after op, at rates measured after the training; its ops run on several threads, which a profile counts beside each other"
     return roofline(module, peaks, on.num_devices, ModuleSource.compiled), note
+
+
+def ops_beyond(module: Module, program: str, tables: Sequence[ProfileTable]) -> list[str]:
+    """Names of measured ops of a program whose results a dump does not have."""
+    held = {
+        instruction.name: instruction.shape
+        for computation in module.computations.values()
+        for instruction in computation
+    }
+    return [
+        row.op.raw.name
+        for table in tables
+        for row in table.ops
+        if row.program == program
+        and row.op.line is not None
+        and not _is_alike(held.get(row.op.raw.name), row.op.line.shape)
+    ]
+
+
+def _is_alike(held: Shape | None, measured: Shape) -> bool:
+    """Whether a dump's result has the arrays of a measured one."""
+    if held is None:
+        return False
+    of, other = list(held.arrays()), list(measured.arrays())
+    return [(array.dtype, array.dims) for array in of] == [
+        (array.dtype, array.dims) for array in other
+    ]

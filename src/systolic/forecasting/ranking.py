@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.capture.program import Captured
+from systolic.capture.program import Captured, OpenLoop
 from systolic.chips import Slice
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError
 from systolic.forecasting.captured import StepPart, forecast_parts, parts_of
@@ -71,9 +71,10 @@ def reason(row: ForecastRow) -> str:
     """Why a slice can't run the step; empty where it can."""
     if row.forecast is None:
         return row.problem
-    rejected = row.forecast.rejected or {}
-    need, have = rejected.get("need_bytes", 0), rejected.get("have_bytes", 0)
-    return "" if row.fits else f"does not fit: {need} bytes needed, {have} available"
+    short = row.forecast.rejected
+    if row.fits or short is None:
+        return ""
+    return f"does not fit: {short.need_bytes} bytes needed, {short.have_bytes} available"
 
 
 def rank(
@@ -128,13 +129,13 @@ def rank(
 def _work(parts: Sequence[StepPart]) -> StepFlops:
     turned = [turns_of(part) for part in parts]
     written = sum(
-        part.copies * part.calls * (part.facts["flops"] + (more or 0.0))
+        part.copies * part.calls * (part.program.flops + (more or 0.0))
         for part, more in zip(parts, turned, strict=True)
     )
     executed = sum(
         part.copies
         * part.calls
-        * len(part.facts["places"])
+        * len(part.program.places)
         * sum(part.timeline.flops_by_format.values())
         for part in parts
         if part.timeline is not None
@@ -150,9 +151,9 @@ def _work(parts: Sequence[StepPart]) -> StepFlops:
 
 def turns_of(part: StepPart) -> float | None:
     """FLOPs of a program's loops of unknown length beyond one trip of each, by the trips of its compiled loops; None where these are not known."""
-    if not part.facts["flops_are_least"]:
+    if not part.program.flops_are_least:
         return 0.0
-    loops = part.facts.get("open_loops") or ()
+    loops = part.program.open_loops
     if not loops or part.timeline is None or part.timeline.incomplete:
         return None
     trips = _trips(part.timeline.spans)
@@ -180,19 +181,17 @@ def flops_of(span: Span) -> float:
     return own + span.repeat * sum(map(flops_of, span.inside))
 
 
-def _once(loop: Mapping[str, Any]) -> float:
-    return loop["times"] * (loop["flops"] + sum(map(_once, loop["loops"])))
+def _once(loop: OpenLoop) -> float:
+    return loop.times * (loop.flops + sum(map(_once, loop.loops)))
 
 
-def _turned(loop: Mapping[str, Any], trips: Mapping[str, set[float]]) -> float | None:
+def _turned(loop: OpenLoop, trips: Mapping[str, set[float]]) -> float | None:
     """FLOPs of a loop with its trips; None where a line has none, or loops of several lengths."""
-    numbers = trips.get(loop["source"], set())
-    inner = [_turned(nested, trips) for nested in loop["loops"]]
+    numbers = trips.get(loop.source, set())
+    inner = [_turned(nested, trips) for nested in loop.loops]
     if len(numbers) != 1 or any(flops is None for flops in inner):
         return None
-    return (
-        loop["times"] * next(iter(numbers)) * (loop["flops"] + sum(flops or 0.0 for flops in inner))
-    )
+    return loop.times * next(iter(numbers)) * (loop.flops + sum(flops or 0.0 for flops in inner))
 
 
 def _scaled(

@@ -27,14 +27,24 @@ from systolic.compiling import (
     executable,
 )
 from systolic.compiling import compile as compile_program
+from systolic.compiling.outcome import CompiledMemory
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import OptionError, RunError
 from systolic.core.origin import Origin
 from systolic.core.reporter import reporter
 from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.costs import note_of, windowed
-from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
-from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.memory import (
+    LARGEST,
+    LiveBuffer,
+    MemoryMap,
+    MemoryShortage,
+    kind_of,
+    memory_map,
+    state_of,
+)
 from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
 from systolic.job import Job
@@ -76,7 +86,7 @@ def detail_of(module: Module) -> ScheduleDetail:
 
 
 def interval_of(
-    generation: str, seconds: float, facts: Mapping[str, Any], schedule: ScheduleDetail
+    generation: str, seconds: float, facts: ProgramFacts, schedule: ScheduleDetail
 ) -> tuple[float, float, str]:
     """Low and high seconds, and the results that they rest on.
 
@@ -85,8 +95,7 @@ def interval_of(
     jobs those of train steps; a generation with few results takes those of all. Made to hold 80 %, where each family
     of results counts once; the text says how many of them lie inside, and where a program is of another kind or mode.
     """
-    calls = facts.get("unit", "calls") == "calls"
-    kind = ResultKind.operation if calls else ResultKind.step
+    kind = ResultKind.operation if facts.unit == "calls" else ResultKind.step
     schedules = _table()[kind.value]
     by_generation = schedules.get(schedule.value) or schedules[ScheduleDetail.quick.value]
     row = by_generation.get(generation)
@@ -96,9 +105,8 @@ def interval_of(
     text = f"{row['held']} of {row['rows']} measured {what} on {where}"
     if schedule.value not in schedules:
         text += ", forecast from schedules"
-    verb = facts.get("verb", "train")
-    if kind is ResultKind.step and verb != "train":
-        text += f"; no {verb} step among them"
+    if kind is ResultKind.step and facts.verb != "train":
+        text += f"; no {facts.verb} step among them"
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
 
 
@@ -115,7 +123,7 @@ def measured_range(timeline: Timeline) -> tuple[float, float, float]:
 
 
 def range_of(
-    generation: str, timeline: Timeline, facts: Mapping[str, Any], schedule: ScheduleDetail
+    generation: str, timeline: Timeline, facts: ProgramFacts, schedule: ScheduleDetail
 ) -> tuple[float, float, str]:
     """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it, and those of kinds that a calibration measured its spread."""
     by_rule, least, most = timeline.by_rule
@@ -247,26 +255,24 @@ def capacity(on: Slice) -> int:
 def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Given) -> Forecast:
     report = outcome.report
     module = parse(outcome.hlo)
-    places = [tuple(place) for place in report["places"]] or None
-    timeline = simulate(module, on, places, flags=report["flags"], given=given)
-    stats = report["memory"]
+    places = [tuple(place) for place in report.places] or None
+    timeline = simulate(module, on, places, flags=report.flags, given=given)
+    stats = report.memory or CompiledMemory()
     # The figure that libtpu compares with the chip's memory; its peak_memory has on-chip memory in it.
-    memory = memory_map(
-        module, stats.get("used_in_bytes") or stats.get("peak_memory_in_bytes") or None
-    )
+    memory = memory_map(module, stats.used_in_bytes or stats.peak_memory_in_bytes or None)
     forecast = assemble(
         module=module,
         timeline=timeline,
         memory=memory,
-        facts=report["program"],
+        facts=report.program,
         name=name,
         on=on,
         compiler={
-            **report["versions"],
+            **report.versions,
             "seconds": round(seconds, 3),
-            "stages": report["seconds"],
+            "stages": report.seconds,
             "cached": outcome.cached,
-            "flags": report["flags"],
+            "flags": report.flags,
             "program": outcome.digest,
         },
     )
@@ -278,7 +284,7 @@ def assemble(
     module: Module,
     timeline: Timeline,
     memory: Any,
-    facts: Mapping[str, Any],
+    facts: ProgramFacts,
     name: str,
     on: Slice,
     compiler: Mapping[str, Any],
@@ -302,17 +308,17 @@ def assemble(
         low=low,
         high=high,
         interval=text,
-        model_flops=facts.get("model_flops"),
-        unit=facts.get("unit", "calls"),
-        units=facts.get("units", 1),
+        model_flops=facts.model_flops,
+        unit=facts.unit,
+        units=facts.units,
         hardware_flops=timeline.executed_flops,
         flops_by_format=timeline.flops_by_format,
         bill=bill_of(on),
         compiler=compiler,
-        layout=facts.get("layout", {}),
+        layout=facts.layout,
         cautions=[*told_of_step(timeline, low, high), *cautions_of(timeline)],
         warnings=_warnings(module, timeline),
-        notes=(*facts.get("notes", ()), *timeline.notes),
+        notes=(*facts.notes, *timeline.notes),
     )
 
 
@@ -322,7 +328,8 @@ def _warnings(module: Module, timeline: Timeline) -> list[str]:
 
 
 def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Forecast:
-    facts = outcome.report.get("program", {})
+    report = outcome.report
+    facts = ProgramFacts() if report is None else report.program
     text = outcome.hlo
     memory = memory_map(parse(text), outcome.need_bytes or None) if text is not None else None
     return Forecast(
@@ -332,45 +339,39 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
         fits=False,
         capacity_bytes=outcome.have_bytes or capacity(on),
         memory=memory,
-        model_flops=facts.get("model_flops"),
-        unit=facts.get("unit", "calls"),
-        units=facts.get("units", 1),
+        model_flops=facts.model_flops,
+        unit=facts.unit,
+        units=facts.units,
         bill=bill_of(on),
         compiler={
-            **outcome.report.get("versions", {}),
+            **({} if report is None else report.versions),
             "seconds": round(seconds, 3),
             "cached": outcome.cached,
-            "flags": outcome.report.get("flags", []),
+            "flags": [] if report is None else report.flags,
         },
-        layout=facts.get("layout", {}),
-        rejected={
-            "space": outcome.space,
-            "need_bytes": outcome.need_bytes,
-            "have_bytes": outcome.have_bytes,
-            "buffers": _named(outcome, memory),
-            "remedies": [],
-        },
+        layout=facts.layout,
+        rejected=MemoryShortage(
+            space=outcome.space,
+            need_bytes=outcome.need_bytes,
+            have_bytes=outcome.have_bytes,
+            buffers=_named(outcome, memory)[:LARGEST],
+        ),
     )
 
 
-def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
+def _named(outcome: Rejected, memory: MemoryMap | None) -> Sequence[LiveBuffer]:
     """The largest buffers: from the schedule that did not fit, else as the compiler's message has them."""
-    buffers: list[LiveBuffer] = list(memory.buffers) if memory is not None else []
-    if not buffers:
-        buffers = [
-            LiveBuffer(
-                name=b.label,
-                kind=(None if b.op.startswith("jit(") else state_of(b.op))
-                or kind_of(b.op, b.label),
-                bytes=b.bytes,
-                shape=b.shape,
-                layer=layer_of(b.op),
-                source=b.source,
-                op=b.op,
-            )
-            for b in outcome.buffers
-        ]
+    if memory is not None and memory.buffers:
+        return memory.buffers
     return [
-        {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-        for b in buffers[:LARGEST]
+        LiveBuffer(
+            name=b.label,
+            kind=(None if b.op.startswith("jit(") else state_of(b.op)) or kind_of(b.op, b.label),
+            bytes=b.bytes,
+            shape=b.shape,
+            layer=layer_of(b.op),
+            source=b.source,
+            op=b.op,
+        )
+        for b in outcome.buffers
     ]

@@ -14,11 +14,12 @@ from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
 from systolic.compiling.dump import REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
-from systolic.forecasting.forecast import LARGEST, Forecast
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
@@ -101,19 +102,21 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         module=module,
         timeline=timeline,
         memory=memory,
-        facts={
-            "notes": [
+        facts=ProgramFacts(
+            notes=[
                 *target.notes,
                 "devices are taken in JAX's default order",
                 *(() if peak_bytes else (FROM_SCHEDULE,)),
             ]
-        },
+        ),
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
         memory_origin=Origin.compiled if peak_bytes else Origin.simulated,
     )
     forecast = replace(forecast, compiled_for=target.generation)
+    if module.num_partitions == 1 < on.num_devices:
+        forecast = _of_one_device(forecast, on)
     if target.doubt:
         step = f"choose a slice of {target.names}, or compile it for {on.chip.name} and dump that"
         forecast = replace(
@@ -130,6 +133,18 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         return refused(forecast, memory, have), module
     caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
     return replace(forecast, cautions=(*forecast.cautions, caution)), module
+
+
+def _of_one_device(forecast: Forecast, on: Slice) -> Forecast:
+    """The forecast of a program for one of a slice's devices: FLOPs are the mean over all, and the bill is for all."""
+    share = 1 / on.num_devices
+    caution = f"{forecast.recipe} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: compile it over a mesh of all, or choose a slice of one device"
+    return replace(
+        forecast,
+        hardware_flops=share * forecast.hardware_flops,
+        flops_by_format={name: share * n for name, n in forecast.flops_by_format.items()},
+        cautions=(caution, *forecast.cautions),
+    )
 
 
 def _reported(path: Path) -> int | None:
@@ -183,16 +198,7 @@ def refused(forecast: Forecast, memory: MemoryMap, have: int, remedy: str = "") 
         step_seconds=None,
         low=None,
         high=None,
-        rejected={
-            "space": "hbm",
-            "need_bytes": memory.peak_bytes,
-            "have_bytes": have,
-            "buffers": [
-                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-                for b in memory.buffers[:LARGEST]
-            ],
-            "remedies": [f"{gibibytes(memory.peak_bytes - have)} less: {remedy}"],
-        },
+        rejected=MemoryShortage.of(memory, have, remedy),
     )
 
 

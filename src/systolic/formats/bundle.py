@@ -61,7 +61,7 @@ from systolic.runs.bundle.record import (
     finite_metrics,
 )
 from systolic.runs.bundle.tensors import TensorSpec, read_header, write
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import JobRecord, read_record
 from systolic.runs.run import Run
 
 if TYPE_CHECKING:
@@ -386,8 +386,7 @@ def _about(model: ExportableRun) -> dict[str, Any]:
     from systolic import __version__
 
     with Run.open(model.path) as run:
-        begun = run.read_job()
-    record = JobRecord.from_json(begun)
+        begun, record = run.read_job(), read_record(run)
     own, types = write_job(model.job, model.path)
     return {
         "systolic": __version__,
@@ -422,7 +421,7 @@ def _licence(record: JobRecord) -> str | None:
 def evaluations_of(path: Path, step: int) -> list[EvaluationRecord]:
     """The evaluation of each split that a run has on record for a step; that which read most, where there are several."""
     with Run.open(path) as run:
-        records, record = list(run.records("eval")), JobRecord.from_json(run.read_job())
+        records, record = list(run.records("eval")), read_record(run)
     best: dict[str, EvaluationRecord] = {}
     for entry in records:
         if entry.get("step") != step:

@@ -19,7 +19,7 @@ from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
 from systolic.models.mapping import NESTED
 from systolic.models.published import PublishedModel, find_published, near_published
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import read_record
 from systolic.runs.run import JOB, TOKENIZER, Run
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _opened(path: Path) -> "Source":
 
 def _of_run(path: Path) -> SourceOutline:
     with Run.open(path) as run:
-        job = JobRecord.from_json(run.read_job()).job
+        job = read_record(run).job
     plain, data = job.get("model", {}), job.get("data", {})
     if plain.get("type") != Decoder.__name__:
         raise OptionError(

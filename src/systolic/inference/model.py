@@ -22,7 +22,7 @@ from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.recipes.jobs.source import kept_flags
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import read_record
 from systolic.runs.run import JOB, Run
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def open_model(
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
         loaded = weights.load(run, setup.steps, str(checkpoint))
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
         loaded = with_frozen(loaded, setup, run.path, record)
     model = TrainedModel(Path(path), setup, loaded, warn)
     for line in loaded.skipped:
@@ -231,7 +231,7 @@ def prepare_model(
 
         with Run.open(path) as run:
             loaded = weights.load(run, setup.steps, checkpoint)
-            loaded = with_frozen(loaded, setup, run.path, JobRecord.from_json(run.read_job()))
+            loaded = with_frozen(loaded, setup, run.path, read_record(run))
         for line in loaded.skipped:
             warn(f"{line}; using step {loaded.step}")
         return loaded
@@ -601,7 +601,7 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
     flags = None
     if run is not None:
-        record = JobRecord.from_json(run.read_job())
+        record = read_record(run)
         flags = kept_flags(record, record.plan).compiler
     job = replace(job, layout=layout, batch=batch)
     return set_up(job, machine, flags, reads=False, serves=placed is not None)

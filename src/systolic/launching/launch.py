@@ -2,10 +2,12 @@
 
 import enum
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from systolic.chips import Slice
 from systolic.core.units import duration
@@ -69,6 +71,25 @@ class SlurmOptions:
     """Folder with the ``systolic`` of the launching environment."""
 
 
+class BillRecord(Struct, frozen=True, kw_only=True):
+    """Bill in ``launch.json``; one of another version may lack fields."""
+
+    purchase: str = Purchase.on_demand.value
+    usd_per_hour: float | None = None
+    usd_per_hour_most: float | None = None
+    """Price per hour of a server for the maximum number of pods."""
+    price_as_of: str = ""
+    price_region: str = ""
+    hours: float | None = None
+    """Time of all steps."""
+    usd: float | None = None
+    """Cost of all steps."""
+    usd_low: float | None = None
+    usd_high: float | None = None
+    source: str = ""
+    """Source of the time."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchBill:
     """Estimated cost of a launch before it starts."""
@@ -108,20 +129,20 @@ class LaunchBill:
             f"{text}; the catalogue has none for {region}, where they may differ" if other else text
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON object."""
-        return {
-            "purchase": self.purchase.value,
-            "usd_per_hour": self.usd_per_hour,
-            "usd_per_hour_most": self.usd_per_hour_most,
-            "price_as_of": self.as_of,
-            "price_region": self.region,
-            "hours": None if self.seconds is None else self.seconds / HOUR,
-            "usd": self.usd(self.seconds),
-            "usd_low": self.usd(self.seconds_low),
-            "usd_high": self.usd(self.seconds_high),
-            "source": self.source,
-        }
+    def record(self) -> BillRecord:
+        """The bill as ``launch.json`` has it."""
+        return BillRecord(
+            purchase=self.purchase.value,
+            usd_per_hour=self.usd_per_hour,
+            usd_per_hour_most=self.usd_per_hour_most,
+            price_as_of=self.as_of,
+            price_region=self.region,
+            hours=None if self.seconds is None else self.seconds / HOUR,
+            usd=self.usd(self.seconds),
+            usd_low=self.usd(self.seconds_low),
+            usd_high=self.usd(self.seconds_high),
+            source=self.source,
+        )
 
     def text(self) -> str:
         """One line with the price, then the time and the total if known."""
@@ -239,6 +260,25 @@ class ClientDefault:
     """Value if the command prints nothing; empty if that is an error."""
 
 
+class CommandsRecord(Struct, frozen=True, kw_only=True):
+    """Commands of the platform's client in ``launch.json``; fields as those of :class:`Prepared`."""
+
+    files: Sequence[str] = ()
+    """Names of the files."""
+    asked: tuple[ClientDefault, ...] = ()
+    checks: tuple[tuple[str, ...], ...] = ()
+    submit: tuple[tuple[str, ...], ...] = ()
+    status: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()
+    stop: tuple[tuple[str, ...], ...] = ()
+    detached: bool
+    in_place: bool = False
+    notes: Sequence[str] = ()
+    hosts: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
     """Files of a launch by name, and commands of the platform's client, all run in the files' folder."""
@@ -269,20 +309,10 @@ class Prepared:
     state: tuple[str, ...] = ()
     """Command that prints one of Docker's states and the exit code, for clients fast enough for ``systolic runs``."""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON object, without the files' contents."""
-        return {
-            "files": sorted(self.files),
-            "asked": [asdict(default) for default in self.asked],
-            "checks": [list(words) for words in self.checks],
-            "submit": [list(words) for words in self.submit],
-            "status": list(self.status),
-            "state": list(self.state),
-            "logs": list(self.logs),
-            "follow": list(self.follow),
-            "stop": [list(words) for words in self.stop],
-            "detached": self.detached,
-            "in_place": self.in_place,
-            "notes": list(self.notes),
-            "hosts": self.hosts,
+    def record(self) -> CommandsRecord:
+        """The commands as ``launch.json`` has them."""
+        fields: dict[str, Any] = {
+            name: getattr(self, name) for name in CommandsRecord.__struct_fields__
         }
+        fields["files"] = sorted(self.files)
+        return CommandsRecord(**fields)

@@ -1,6 +1,5 @@
 """Submits and stops a launch through the platform's own client."""
 
-import json
 import os
 import shlex
 import shutil
@@ -8,16 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError, TakenError
-from systolic.core.files import write_atomically
 from systolic.launching.clients import NEEDS, call, check_client, code_of, failed, here
 from systolic.launching.docker import KILLED
-from systolic.launching.launch import GONE, Launch
+from systolic.launching.launch import GONE, ClientDefault, Launch
 from systolic.launching.record import (
     ENDED,
     LOCAL,
@@ -27,22 +25,28 @@ from systolic.launching.record import (
     RECORD,
     TIMES,
     Launched,
+    SubmissionRecord,
     at_place,
-    from_record,
     keep,
     last_record,
     launches,
-    read_record,
     utc_now,
     where_of,
 )
 from systolic.launching.state import check_here, phase
-from systolic.launching.supervisor import SAVE_SECONDS, STATE, identity, lives, unsaved
+from systolic.launching.supervisor import (
+    CURE,
+    SAVE_SECONDS,
+    STATE,
+    SupervisorState,
+    identity,
+    lives,
+    read_typed,
+    unsaved,
+    write_line,
+)
 from systolic.runs import manifest
 from systolic.runs.access import is_held
-
-SUBMISSION = ("slice", "bill", "submitted", "stopped", "untouched")
-"""Fields of a submission that its cost is computed from."""
 
 
 def check_free(launch: Launch, folder: Path, via: str) -> None:
@@ -55,24 +59,24 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
     name = launch.name
     if folder.is_dir() and any(folder.iterdir()):
         before = last_record(folder, name)
-        if not before and (folder / RECORD).is_file():
+        if before is None and (folder / RECORD).is_file():
             raise TakenError(
-                f"{folder / RECORD} is empty or cut short, and the list has no copy; choose a new folder with --out, or remove {folder} if its launch is not running"
+                f"{folder / RECORD} is empty, cut short or damaged, and the list has no copy; choose a new folder with --out, or remove {folder} if its launch is not running"
             )
-        if not before:
+        if before is None:
             raise TakenError(
                 f"{folder} has files that are not from a launch; choose a new folder with --out"
             )
-        if (before.get("name"), before.get("via")) != (name, via):
+        if (before.name, before.via) != (name, via):
             raise TakenError(
-                f"{folder} holds the launch {before.get('name')} via {before.get('via')}; choose another --name or --out, or remove the folder if that launch is not running"
+                f"{folder} holds the launch {before.name} via {before.via}; choose another --name or --out, or remove the folder if that launch is not running"
             )
-        there = before.get("submitted") and not before.get("stopped") and not _given_back(folder)
-        if there and before.get("where", "") != where_of(launch):
+        there = before.submitted and not before.stopped and not _given_back(folder)
+        if there and before.where != where_of(launch):
             raise RunError(
-                f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
+                f"{name} was submitted with {before.where or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
             )
-        check_here(from_record({**before, "folder": str(folder.absolute())}, name))
+        check_here(before)
     other = {launched.name: launched for launched in launches()}.get(name)
     if other is None:
         return
@@ -101,12 +105,12 @@ def submit(launched: Launched) -> Launched:
     Raises:
         RunError: a client is missing or fails, or another process uses the run.
     """
-    first = (*launched.commands["submit"], *launched.commands["checks"])
+    first = (*launched.commands.submit, *launched.commands.checks)
     for client in (*(each[0] for each in first), *NEEDS.get(launched.via, ())):
         check_client(client)
     placed = _placed(launched)
-    words = placed.commands["submit"]
-    for each in placed.commands["checks"]:
+    words = placed.commands.submit
+    for each in placed.commands.checks:
         call(placed.path, each)
     _check_run(placed)
     before = last_record(placed.path, placed.name)
@@ -148,7 +152,8 @@ def _check_run(launched: Launched) -> None:
             raise RunError(
                 f"{run} is in use by the launch {other.name}; run systolic stop {other.name}, or choose another --run"
             )
-    left = read_record(launched.path / STATE).get("running", ())
+    state = read_typed(launched.path / STATE, SupervisorState, CURE)
+    left = () if state is None else state.running
     # Processes that a killed supervisor of this launch left behind are ended by the next.
     if run and Path(run).is_dir() and is_held(Path(run)) and not any(map(lives, left)):
         raise RunError(
@@ -156,15 +161,19 @@ def _check_run(launched: Launched) -> None:
         )
 
 
-def _earlier(launched: Launched, before: Mapping[str, Any], now: str) -> list[Mapping[str, Any]]:
+def _earlier(launched: Launched, before: Launched | None, now: str) -> list[SubmissionRecord]:
     """Submissions before this one, each at its own price; objects updated in place had theirs until ``now``."""
-    earlier = list(before.get("earlier", ()))
-    if before.get("submitted"):
-        last = {name: before.get(name) for name in SUBMISSION}
-        if launched.commands["in_place"] and not last["stopped"]:
-            last["stopped"] = now
-        earlier.append({**last, "until": now})
-    return earlier
+    if before is None or not before.submitted:
+        return [] if before is None else list(before.earlier)
+    last = SubmissionRecord(
+        slice=before.slice,
+        bill=before.bill,
+        submitted=before.submitted,
+        stopped=before.stopped or (now if launched.commands.in_place else None),
+        untouched=before.untouched,
+        until=now,
+    )
+    return [*before.earlier, last]
 
 
 def _placed(launched: Launched) -> Launched:
@@ -174,8 +183,8 @@ def _placed(launched: Launched) -> Launched:
         RunError: the client has no default, or another one than at submit.
     """
     defaults: list[str] = []
-    for default in launched.commands["asked"]:
-        defaults.append(f"--{default['what']}={_answer(default, defaults)}")
+    for default in launched.commands.asked:
+        defaults.append(f"--{default.what}={_answer(default, defaults)}")
     place = shlex.join(defaults)
     if launched.place not in ("", place):
         raise RunError(
@@ -184,19 +193,19 @@ def _placed(launched: Launched) -> Launched:
     return launched if launched.place or not place else at_place(launched, place)
 
 
-def _answer(default: Mapping[str, Any], fixed: Sequence[str]) -> str:
+def _answer(default: ClientDefault, fixed: Sequence[str]) -> str:
     """Asks a client for a default, given the options that are fixed already.
 
     Raises:
         RunError: the client fails, or prints nothing where it must.
     """
-    words = [*default["words"], *fixed]
+    words = [*default.words, *fixed]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    answer = done.stdout.strip() or ("" if done.returncode else default["empty"])
+    answer = done.stdout.strip() or ("" if done.returncode else default.empty)
     if done.returncode or not answer:
         why = (done.stderr.strip() or "no answer").splitlines()[-1]
-        then = f"; {default['otherwise']}" if default["otherwise"] else ""
-        raise RunError(f"{shlex.join(words)} returned no {default['what']} ({why}){then}")
+        then = f"; {default.otherwise}" if default.otherwise else ""
+        raise RunError(f"{shlex.join(words)} returned no {default.what} ({why}){then}")
     return answer
 
 
@@ -206,7 +215,7 @@ def _start(launched: Launched, words: Sequence[str]) -> None:
     done = subprocess.run(detach, cwd=launched.path, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RunError(f"{shlex.join(words)} could not be started in {launched.folder}")
-    write_atomically(launched.path / PROCESS, json.dumps(identity(int(done.stdout))) + "\n")
+    write_line(launched.path / PROCESS, identity(int(done.stdout)))
 
 
 NOTHING = (
@@ -252,17 +261,18 @@ def stop(launched: Launched) -> Stopped:
         )
     if launched.via == LOCAL:
         return _stop_local(launched)
-    if launched.detached and launched.alive():
+    process = launched.process if launched.detached else None
+    if process is not None and lives(process):
         # Without an answer from the client nothing could be deleted, neither here nor by the script killed below.
-        call(launched.path, launched.commands["status"])
+        call(launched.path, launched.commands.status)
         # The script would request the machines again.
-        os.killpg(read_record(launched.path / PROCESS)["pid"], signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     left = _has_left_queue(launched)
-    codes = [GONE if left else _end(launched, words) for words in launched.commands["stop"]]
+    codes = [GONE if left else _end(launched, words) for words in launched.commands.stop]
     existed = any(code != GONE for code in codes)
     if launched.submitted is None and not existed:
         return Stopped(name=launched.name, text=NOT_SUBMITTED)
-    by_kubectl = launched.commands["stop"][0][0] == "kubectl"
+    by_kubectl = launched.commands.stop[0][0] == "kubectl"
     if not existed and by_kubectl and not launched.place:
         raise RunError(
             f"kubectl finds nothing of {launched.name} in its current context; select the launch's with kubectl config use-context CONTEXT"
@@ -292,7 +302,7 @@ def _has_left_queue(launched: Launched) -> bool:
     Raises:
         RunError: squeue fails.
     """
-    words = [*launched.commands["status"], "--noheader"]
+    words = [*launched.commands.status, "--noheader"]
     if words[0] != "squeue":
         return False
     check_client(words[0])
@@ -304,7 +314,7 @@ def _has_left_queue(launched: Launched) -> bool:
 
 def _has_client(launched: Launched) -> bool:
     """Whether the client is here by which the user may have submitted a launch by hand."""
-    return launched.via != LOCAL and shutil.which(launched.commands["stop"][0][0]) is not None
+    return launched.via != LOCAL and shutil.which(launched.commands.stop[0][0]) is not None
 
 
 def _end(launched: Launched, words: Sequence[str]) -> int:
@@ -329,14 +339,14 @@ def _end(launched: Launched, words: Sequence[str]) -> int:
 
 
 def _stop_local(launched: Launched) -> Stopped:
-    if not launched.alive():
-        return Stopped(name=launched.name, text=f"not running ({phase(launched)['phase']})")
-    pid = read_record(launched.path / PROCESS)["pid"]
-    os.kill(pid, signal.SIGTERM)
+    process = launched.process
+    if process is None or not lives(process):
+        return Stopped(name=launched.name, text=f"not running ({phase(launched).name})")
+    os.kill(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + SAVE_SECONDS + 10
-    while launched.alive():
+    while lives(process):
         if time.monotonic() > deadline:
-            raise RunError(f"{launched.name} did not end; its supervisor is process {pid}")
+            raise RunError(f"{launched.name} did not end; its supervisor is process {process.pid}")
         time.sleep(POLL_SECONDS)
-    why = unsaved(phase(launched).get("codes", ()))
+    why = unsaved(phase(launched).codes)
     return _unsaved(launched, why) if why else Stopped(name=launched.name, text="stopped")

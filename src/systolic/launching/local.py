@@ -1,6 +1,10 @@
 """``--via local``: the hosts of a slice as processes on this machine, each with its share of virtual CPU devices."""
 
 import json
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
 
 from systolic.chips import ChipKind, Slice
 from systolic.core.errors import OptionError
@@ -12,6 +16,27 @@ MOST_PROCESSES = 16
 """Maximum number of processes; with more, their compilers would only wait for each other."""
 SETTINGS = "local.json"
 """File with the supervisor's settings."""
+
+
+class RemainingSettings(Struct, frozen=True, kw_only=True):
+    """Arguments of :class:`~systolic.launching.supervisor.Remaining`."""
+
+    slices: int = 1
+    min_slices: int | None = None
+    rejoin_seconds: float = 0.0
+
+
+class SupervisorSettings(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Arguments of :class:`~systolic.launching.supervisor.Supervisor`: the content of ``local.json``."""
+
+    made_by: Sequence[str]
+    command: Sequence[str]
+    directory: str
+    processes: int
+    devices: int
+    restarts: int
+    remaining: RemainingSettings | None = None
+    """Absent if no slice is ever dropped."""
 
 
 def prepare(launch: Launch) -> Prepared:
@@ -44,23 +69,25 @@ def prepare(launch: Launch) -> Prepared:
         )
     if is_bucket(launch.run):
         raise OptionError(f"--run is {launch.run}, but local trains into a folder; give --run DIR")
-    settings = {
-        "made_by": list(launch.made_by),
-        "command": list(launch.command()),
-        "directory": launch.directory,
-        "processes": count,
-        "devices": on.num_devices // count,
-        "restarts": launch.restarts,
-    }
+    remaining = None
     if launch.min_slices is not None:
-        settings["remaining"] = {
-            "slices": on.num_slices,
-            "min_slices": launch.min_slices,
-            "rejoin_seconds": launch.patience_seconds,
-        }
+        remaining = RemainingSettings(
+            slices=on.num_slices,
+            min_slices=launch.min_slices,
+            rejoin_seconds=launch.patience_seconds,
+        )
+    settings = SupervisorSettings(
+        made_by=launch.made_by,
+        command=launch.command(),
+        directory=launch.directory,
+        processes=count,
+        devices=on.num_devices // count,
+        restarts=launch.restarts,
+        remaining=remaining,
+    )
     python = ("python", "-m", "systolic.launching.supervisor", ".")
     return Prepared(
-        files={SETTINGS: json.dumps(settings, indent=2) + "\n"},
+        files={SETTINGS: json.dumps(msgspec.to_builtins(settings), indent=2) + "\n"},
         submit=(python,),
         status=(),
         logs=(),

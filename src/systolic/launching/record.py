@@ -1,20 +1,21 @@
 """Record of a launch in its folder, and the list of launches submitted from this account."""
 
+import contextlib
 import datetime
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from systolic.core.errors import DataError, NotFoundError, RunError, nearest
 from systolic.core.files import write_json
-from systolic.launching.launch import Launch, LaunchBill, Prepared
-from systolic.launching.supervisor import elsewhere, lives
+from systolic.launching.launch import BillRecord, CommandsRecord, Launch, LaunchBill, Prepared
+from systolic.launching.supervisor import CURE, ProcessIdentity, elsewhere, lives, read_typed
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
 TIMES = "times.log"
@@ -25,7 +26,21 @@ ENDED = "ended"
 FOLDERS = "launches"
 """Folder of the launches' folders, unless ``--out`` names another."""
 LOCAL = "local"
+PARTS = ("bill", "commands", "earlier")
+"""Fields of a record that are JSON objects, written again as they were read."""
 POLL_SECONDS = 0.2
+
+
+class SubmissionRecord(Struct, frozen=True, kw_only=True):
+    """Earlier submission of a launch, with the fields that its cost is computed from; those of another version may lack some."""
+
+    slice: str | None = None
+    bill: BillRecord | None = None
+    submitted: str | None = None
+    stopped: str | None = None
+    untouched: bool | None = None
+    until: str | None = None
+    """Time of the next submission."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +55,8 @@ class Launched:
     made_by: Sequence[str]
     submitted: str | None
     """Time of the submission in UTC; None before it."""
-    bill: Mapping[str, Any]
-    commands: Mapping[str, Any]
-    """Commands of the platform's client: ``checks``, ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
+    bill: BillRecord
+    commands: CommandsRecord
     id: str = ""
     """Label of the objects that the launch created."""
     where: str = ""
@@ -51,14 +65,15 @@ class Launched:
     """Options added to all commands at submit: Google Cloud's project, or Kubernetes' context and namespace."""
     stopped: str | None = None
     """Time in UTC at which ``systolic stop`` released the machines."""
-    earlier: Sequence[Mapping[str, Any]] = ()
-    """Earlier submissions, each with ``slice``, ``bill``, ``submitted``, ``stopped`` and ``until``, the time of the next one."""
+    earlier: Sequence[SubmissionRecord] = ()
     failed: str = ""
     """Why submitting failed; empty if it did not."""
     untouched: bool = False
     """Whether submitting failed before the command that creates objects, so that there is nothing to stop or to pay."""
     trouble: str = ""
-    """Problem with the record in the folder, in which case these fields come from the list of launches."""
+    """Problem with the files in the folder; if it is with the record, these fields come from the list of launches."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """JSON object that it was read from, whose parts may have other fields than those of this version."""
 
     @property
     def path(self) -> Path:
@@ -68,26 +83,39 @@ class Launched:
     @property
     def detached(self) -> bool:
         """Whether a process on this machine runs as long as the training."""
-        return bool(self.commands["detached"])
+        return self.commands.detached
 
     def to_json(self) -> dict[str, Any]:
         """JSON object."""
-        return asdict(self)
+        plain = msgspec.to_builtins(self)
+        record = plain.pop("record")
+        return plain | {name: record[name] for name in PARTS if name in record}
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """That process; None before it is started.
+
+        Raises:
+            DataError: its file is damaged.
+        """
+        return read_typed(self.path / PROCESS, ProcessIdentity, CURE)
 
     def alive(self) -> bool:
         """Whether that process is alive on this host."""
-        return lives(read_record(self.path / PROCESS))
+        process = self.process
+        return process is not None and lives(process)
 
     @property
     def host(self) -> str:
         """Name of the host of that process if it is not visible from this one; empty otherwise."""
-        return elsewhere(read_record(self.path / PROCESS)) if self.detached else ""
+        process = self.process if self.detached else None
+        return "" if process is None else elsewhere(process)
 
 
 def as_before(launch: Launch, folder: Path) -> Launch:
     """Gives a launch the label of an earlier launch in the same folder, so that it finds the objects of that one."""
-    before = last_record(folder, launch.name).get("id")
-    return replace(launch, id=before) if before else launch
+    before = last_record(folder, launch.name)
+    return replace(launch, id=before.id) if before is not None and before.id else launch
 
 
 def record(
@@ -102,15 +130,15 @@ def record(
         folder=str(folder.absolute()),
         made_by=list(launch.made_by),
         submitted=None,
-        bill=bill.to_json(),
-        commands=prepared.to_json(),
+        bill=bill.record(),
+        commands=prepared.record(),
         id=launch.id,
         where=where_of(launch),
     )
     before = last_record(folder, launch.name)
-    if prepared.asked and before.get("place") and not before.get("stopped"):
-        launched = at_place(launched, before["place"])
-    if not before.get("submitted"):
+    if before is not None and prepared.asked and before.place and not before.stopped:
+        launched = at_place(launched, before.place)
+    if before is None or not before.submitted:
         write_json(folder / RECORD, launched.to_json())
     return launched
 
@@ -155,13 +183,17 @@ def keep(launched: Launched) -> None:
 
 def at_place(launched: Launched, place: str) -> Launched:
     """Adds options to all commands of a launch."""
-    more = shlex.split(place)
-    lists = {
-        name: [[*each, *more] for each in launched.commands[name]]
-        for name in ("checks", "submit", "stop")
-    }
-    single = {name: [*launched.commands[name], *more] for name in ("status", "logs", "follow")}
-    return replace(launched, place=place, commands={**launched.commands, **lists, **single})
+    more, commands = tuple(shlex.split(place)), launched.commands
+    placed = msgspec.structs.replace(
+        commands,
+        checks=tuple((*words, *more) for words in commands.checks),
+        submit=tuple((*words, *more) for words in commands.submit),
+        stop=tuple((*words, *more) for words in commands.stop),
+        status=(*commands.status, *more),
+        logs=(*commands.logs, *more),
+        follow=(*commands.follow, *more),
+    )
+    return replace(launched, place=place, commands=placed)
 
 
 def launches() -> list[Launched]:
@@ -198,7 +230,8 @@ def listed(name: str) -> Launched:
     if (Path(name) / RECORD).is_file():
         moved = launch_in(Path(name))
         place = index() / f"{moved.name}.json"
-        if place.is_file() and not (Path(read_record(place).get("folder", "")) / RECORD).is_file():
+        entry = _entry(place)
+        if place.is_file() and not (entry.folder and (entry.path / RECORD).is_file()):
             write_json(place, moved.to_json())
         return moved
     if name not in known and (written / RECORD).is_file():
@@ -212,25 +245,22 @@ def listed(name: str) -> Launched:
 
 def _listed(path: Path) -> Launched:
     """Launch of an entry of the list: the folder's record, or the entry itself if the record is missing or damaged."""
-    kept = read_record(path)
-    folder = Path(kept.get("folder", ""))
+    entry = _entry(path)
+    if not entry.folder:
+        return replace(entry, trouble=f"its entry {path} is damaged")
     try:
-        if kept and (folder / RECORD).is_file():
-            return launch_in(folder)
-        trouble = (
-            f"its folder {folder} is missing; if it was moved, run systolic status NEW_FOLDER, otherwise rm {path}"
-            if kept
-            else f"its entry {path} is damaged"
-        )
+        if (entry.path / RECORD).is_file():
+            return launch_in(entry.path)
+        trouble = f"its folder {entry.folder} is missing; if it was moved, run systolic status NEW_FOLDER, otherwise rm {path}"
     except DataError as error:
         trouble = str(error)
-    return from_record(kept, path.stem, trouble)
+    return replace(entry, trouble=trouble)
 
 
-def from_record(kept: Mapping[str, Any], name: str, trouble: str = "") -> Launched:
-    """Launch of a record that may lack fields, as one of another version does."""
-    unknown = {
-        "name": name,
+def _entry(path: Path) -> Launched:
+    """Entry of the list, which may lack fields, as one of another version does; without a folder if it is damaged."""
+    unknown: dict[str, Any] = {
+        "name": path.stem,
         "via": "?",
         "slice": "?",
         "run": "?",
@@ -240,10 +270,10 @@ def from_record(kept: Mapping[str, Any], name: str, trouble: str = "") -> Launch
         "bill": {"usd": None, "usd_per_hour": None},
         "commands": {"detached": False},
     }
-    try:
-        return msgspec.convert({**unknown, **kept, "trouble": trouble}, Launched)
-    except msgspec.ValidationError:
-        return msgspec.convert({**unknown, "trouble": trouble}, Launched)
+    with contextlib.suppress(DataError, msgspec.ValidationError):
+        fields = {**unknown, **(read_typed(path, dict[str, Any], "") or {})}
+        return msgspec.convert({**fields, "record": fields}, Launched)
+    return msgspec.convert({**unknown, "record": unknown}, Launched)
 
 
 def utc_now() -> str:
@@ -257,33 +287,20 @@ def launch_in(folder: Path) -> Launched:
     Raises:
         DataError: it is empty, cut short or damaged.
     """
-    path = folder / RECORD
-    try:
-        launched = msgspec.convert(json.loads(path.read_text()), Launched)
-        return replace(launched, folder=str(folder.absolute()))
-    except msgspec.ValidationError as error:
-        why = f"damaged ({error})"
-    except ValueError:
-        why = "empty" if not path.read_text().strip() else "cut short"
-    raise DataError(f"{path} is {why}; launch it again")
+    launched = read_typed(folder / RECORD, Launched, "launch it again")
+    if launched is None:
+        raise DataError(f"{folder / RECORD} is missing; launch it again")
+    return replace(launched, folder=str(folder.absolute()))
 
 
-def last_record(folder: Path, name: str) -> dict[str, Any]:
-    """Record of a launch in its folder; if it is damaged, the copy of it in the list; empty without either."""
-    fields = read_record(folder / RECORD)
-    if fields or not (folder / RECORD).is_file():
-        return fields
-    kept = read_record(index() / f"{name}.json")
-    return kept if kept.get("folder") == str(folder.absolute()) else {}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; empty if the file is missing or damaged."""
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+def last_record(folder: Path, name: str) -> Launched | None:
+    """Record of a launch in its folder; if it is damaged, the copy of it in the list; None without either."""
+    if not (folder / RECORD).is_file():
+        return None
+    with contextlib.suppress(DataError):
+        return launch_in(folder)
+    entry = _entry(index() / f"{name}.json")
+    return entry if entry.folder == str(folder.absolute()) else None
 
 
 def index() -> Path:

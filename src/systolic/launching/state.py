@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import OptionError, RunError
+from msgspec import UnsetType
+
+from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.units import plural
 from systolic.launching.clients import call, check_client, streamed
 from systolic.launching.record import (
@@ -22,9 +24,8 @@ from systolic.launching.record import (
     PROCESS,
     TIMES,
     Launched,
-    read_record,
 )
-from systolic.launching.supervisor import LOGS, STATE
+from systolic.launching.supervisor import CURE, LOGS, STATE, SupervisorState, read_typed
 
 ELSEWHERE = "elsewhere"
 """Phase of a launch whose process is on another host, so that it is not visible whether it is running."""
@@ -34,31 +35,72 @@ SUBMIT_FAILED = "submit failed"
 """Phase of a launch that could not be submitted; what was created before that is still there."""
 
 
-def phase(launched: Launched) -> dict[str, Any]:
-    """State of a launch as this machine knows it: ``phase``, and for local ones processes and restarts."""
+class ShownState(SupervisorState, frozen=True, kw_only=True):
+    """State that a supervisor has written, with all of its fields."""
+
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPhase:
+    """Phase of a launch as this machine knows it."""
+
+    name: str
+    host: str = ""
+    """Host of the process that is not visible from this one."""
+    code: int | None = None
+    """Exit code of a script or container that failed."""
+    why: str = ""
+    """Why the phase is what it is, where that is known."""
+    attempt: int = 0
+    """Number of restarts of a local launch."""
+    codes: Sequence[int] = ()
+    """Exit codes of the processes of a local launch that has ended."""
+    left_out: Sequence[int] = ()
+    """Indices of the slices that a local launch has dropped."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """JSON object that a local launch's supervisor has written."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object."""
+        facts = {"host": self.host, "code": self.code, "why": self.why}
+        return {**self.record, "phase": self.name, **{n: v for n, v in facts.items() if v}}
+
+
+def phase(launched: Launched) -> LaunchPhase:
+    """Phase of a launch as this machine knows it.
+
+    Raises:
+        DataError: a file of its process is damaged.
+    """
     if launched.stopped:
-        return {"phase": "stopped"}
+        return LaunchPhase(name="stopped")
     if launched.trouble:
-        return {"phase": "unknown"}
+        return LaunchPhase(name="unknown")
     if launched.submitted is None:
-        return {"phase": WRITTEN}
+        return LaunchPhase(name=WRITTEN)
     if launched.failed:
-        return {"phase": SUBMIT_FAILED, "why": launched.failed}
-    if words := launched.commands.get("state"):
-        return _told(words)
+        return LaunchPhase(name=SUBMIT_FAILED, why=launched.failed)
+    if launched.commands.state:
+        return _told(launched.commands.state)
     if not launched.detached:
-        return {"phase": "submitted"}
-    alive = launched.alive()
-    lost = {"phase": ELSEWHERE, "host": launched.host} if launched.host else {"phase": "lost"}
+        return LaunchPhase(name="submitted")
+    alive, host = launched.alive(), launched.host
+    lost = LaunchPhase(name=ELSEWHERE if host else "lost", host=host)
     if launched.via != LOCAL:
-        return {"phase": "running"} if alive else _ended(launched) or lost
-    state = read_record(launched.path / STATE)
-    if "phase" not in state or state["pid"] != read_record(launched.path / PROCESS).get("pid"):
+        return LaunchPhase(name="running") if alive else _ended(launched) or lost
+    state, process = read_typed(launched.path / STATE, ShownState, CURE), launched.process
+    if state is None or process is None or state.pid != process.pid:
         # This supervisor has written nothing yet; the file, if any, is from the one before.
-        return {"phase": "starting"} if alive else lost
-    if not alive and state["phase"] == "running":
-        return {**state, **lost}
-    return state
+        return LaunchPhase(name="starting") if alive else lost
+    current = lost if not alive and state.phase == "running" else LaunchPhase(name=state.phase)
+    return replace(
+        current,
+        attempt=state.attempt,
+        codes=() if isinstance(state.codes, UnsetType) else state.codes,
+        left_out=state.left_out,
+        record=state.record,
+    )
 
 
 def check_here(launched: Launched) -> None:
@@ -66,40 +108,42 @@ def check_here(launched: Launched) -> None:
 
     Raises:
         RunError: it is on another host.
+        DataError: a file of the process is damaged.
     """
-    if phase(launched)["phase"] == ELSEWHERE:
+    if phase(launched).name == ELSEWHERE:
         raise RunError(
             f"{launched.name} runs on {launched.host} and is not visible from here; run systolic stop {launched.name} on {launched.host}, or if that host is gone: rm {shlex.quote(str(launched.path / PROCESS))}"
         )
 
 
-def _ended(launched: Launched) -> dict[str, Any]:
-    """State of a script that ran as long as the training and has ended; empty if it left no exit code."""
+def _ended(launched: Launched) -> LaunchPhase | None:
+    """Phase of a script that ran as long as the training and has ended; None if it left no exit code."""
     path = launched.path / ENDED
     text = path.read_text().strip() if path.exists() else ""
-    return _after(int(text)) if text.isdigit() else {}
+    return _after(int(text)) if text.isdigit() else None
 
 
-def _after(code: int) -> dict[str, Any]:
-    return {"phase": "failed", "code": code} if code else {"phase": "done"}
+def _after(code: int) -> LaunchPhase:
+    return LaunchPhase(name="failed", code=code) if code else LaunchPhase(name="done")
 
 
-def _told(words: Sequence[str]) -> dict[str, Any]:
-    """State of a container by the client on this machine; submitted if the client does not answer."""
+def _told(words: Sequence[str]) -> LaunchPhase:
+    """Phase of a container by the client on this machine; submitted if the client does not answer."""
     if shutil.which(words[0]) is None:
-        return {"phase": "submitted"}
+        return LaunchPhase(name="submitted")
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"phase": "submitted"}
+        return LaunchPhase(name="submitted")
     state, _, text = done.stdout.strip().partition(" ")
     if not state:
-        return {"phase": "lost"}
+        return LaunchPhase(name="lost")
     if state == "created":
-        return {"phase": "failed", "why": "its container was created but could not be started"}
+        why = "its container was created but could not be started"
+        return LaunchPhase(name="failed", why=why)
     code = re.search(r"\((\d+)\)", text)
     if state in ("exited", "dead"):
-        return {"phase": "failed"} if code is None else _after(int(code[1]))
-    return {"phase": "running"}
+        return LaunchPhase(name="failed") if code is None else _after(int(code[1]))
+    return LaunchPhase(name="running")
 
 
 HOUR = 3600.0
@@ -138,6 +182,11 @@ class LaunchCost:
         )
 
     @property
+    def is_bound(self) -> bool:
+        """Whether the cost of any submission is an upper bound."""
+        return self.at_most or any(submission.at_most for submission in self.earlier)
+
+    @property
     def hours_in_all(self) -> float:
         """Hours of all submissions."""
         return self.hours + sum(submission.hours for submission in self.earlier)
@@ -149,7 +198,7 @@ class LaunchCost:
             "used_usd": self.usd,
             "used_usd_most": self.usd_most,
             "used_since": self.since,
-            "used_at_most": self.at_most or any(submission.at_most for submission in self.earlier),
+            "used_at_most": self.is_bound,
             "used_submissions": 1 + len(self.earlier),
         }
 
@@ -174,6 +223,9 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     Args:
         launched: The launch.
         now: Seconds since 1970.
+
+    Raises:
+        DataError: the file of its process is damaged.
     """
     if launched.trouble or launched.via == LOCAL or launched.submitted is None:
         return None
@@ -181,18 +233,20 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     current = _of_one(launched, now, watched=watched)
     if current is None:
         return None
-    names = {"slice": str, "bill": dict, "submitted": str}
     before = []
     for each in launched.earlier:
-        if not all(isinstance(each.get(name), kind) for name, kind in names.items()):
+        if not each.slice or each.bill is None or not each.submitted or not each.until:
             continue  # of another version
-        submission = {name: each.get(name) for name in (*names, "stopped")}
-        submission["untouched"] = bool(each.get("untouched"))
-        submission_cost = _of_one(
-            replace(launched, **submission), _seconds(each["until"]), watched=False
+        submission = replace(
+            launched,
+            slice=each.slice,
+            bill=each.bill,
+            submitted=each.submitted,
+            stopped=each.stopped,
+            untouched=bool(each.untouched),
         )
-        before += [] if submission_cost is None else [submission_cost]
-    return replace(current, earlier=before)
+        before.append(_of_one(submission, _seconds(each.until), watched=False))
+    return replace(current, earlier=[each for each in before if each is not None])
 
 
 def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | None:
@@ -203,7 +257,7 @@ def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | No
         now: Seconds since 1970.
         watched: Whether its script is running or has recorded its end; otherwise it may have missed the end of machines.
     """
-    price = launched.bill["usd_per_hour"]
+    price = launched.bill.usd_per_hour
     if price is None or launched.submitted is None:
         return None
     if launched.untouched:
@@ -225,7 +279,7 @@ def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | No
         usd_per_hour=price,
         since=since,
         at_most=launched.stopped is None,
-        usd_per_hour_most=launched.bill.get("usd_per_hour_most"),
+        usd_per_hour_most=launched.bill.usd_per_hour_most,
     )
 
 
@@ -309,8 +363,7 @@ class LaunchState:
     """A launch and what this machine knows of it now."""
 
     launched: Launched
-    now: Mapping[str, Any]
-    """``phase``, for local launches processes and restarts, and the reason of a phase where there is one."""
+    now: LaunchPhase
     cost: LaunchCost | None
     """Cost so far; None if it rents nothing, or the catalogue has no price."""
 
@@ -322,7 +375,7 @@ class LaunchState:
     @property
     def phase(self) -> str:
         """Phase of the launch: ``written``, ``submitted``, ``starting``, ``running``, ``done``, ``failed``, ``stopped``, ``lost``, and others where that is not known."""
-        return self.now["phase"]
+        return self.now.name
 
     @property
     def log(self) -> Path | None:
@@ -335,18 +388,22 @@ class LaunchState:
         Raises:
             RunError: the client is missing or fails.
         """
-        if words := self.launched.commands["status"]:
+        if words := self.launched.commands.status:
             call(self.launched.path, words)
 
     def to_json(self) -> dict[str, Any]:
         """JSON object."""
         used = {} if self.cost is None else self.cost.to_json()
-        return {**self.launched.to_json(), **self.now, **used}
+        return {**self.launched.to_json(), **self.now.to_json(), **used}
 
 
 def state_of(launched: Launched) -> LaunchState:
-    """State of a launch now."""
-    return LaunchState(launched=launched, now=phase(launched), cost=cost(launched, time.time()))
+    """State of a launch now; unknown where a file of its process is damaged."""
+    try:
+        return LaunchState(launched=launched, now=phase(launched), cost=cost(launched, time.time()))
+    except DataError as error:
+        launched = replace(launched, trouble=str(error))
+        return LaunchState(launched=launched, now=phase(launched), cost=None)
 
 
 def output_of(
@@ -365,19 +422,19 @@ def output_of(
         OptionError: the launch has no such process.
         RunError: it has no log yet, or the client is missing; the iterator raises it where the client fails.
     """
-    count = launched.commands.get("hosts", 1) if launched.via == LOCAL else 1
+    count = launched.commands.hosts if launched.via == LOCAL else 1
     if process >= count:
         raise OptionError(
             f"process is {process}, but {launched.name} has {count} here, numbered from 0"
         )
     path = log_of(launched, process)
     if path is None:
-        words = launched.commands["follow" if follow else "logs"]
+        words = launched.commands.follow if follow else launched.commands.logs
         check_client(words[0])
         return streamed(launched.path, words)
     if not path.exists() and not (follow and launched.alive()):
         raise RunError(
-            f"{launched.name} has no log {path}: it is {phase(launched)['phase']}; systolic status {shlex.quote(named)} shows more"
+            f"{launched.name} has no log {path}: it is {phase(launched).name}; systolic status {shlex.quote(named)} shows more"
         )
     # The log of a process on another host grows on a shared disk.
     alive = (lambda: launched.alive() or bool(launched.host)) if follow else None

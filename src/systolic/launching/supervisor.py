@@ -13,19 +13,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Annotated, TypeVar
 
+import msgspec
 import psutil
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+from systolic.core.errors import DataError, NotFoundError, SystolicError
 from systolic.core.files import write_atomically
-from systolic.launching.local import SETTINGS
+from systolic.launching.local import SETTINGS, RemainingSettings, SupervisorSettings
 
 STATE = "state.json"
 LOGS = "logs"
+CURE = "remove it if its launch is not running"
 POLL_SECONDS = 0.1
 LEFT_SECONDS = 15.0
 """Time for the other processes to end by themselves after one has failed."""
@@ -36,6 +40,34 @@ SAVED = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.
 """Exit codes after a stop: of a training that has saved, and of one that had not begun when the signal came."""
 WRONG = 2
 """Exit code of a rejected command line, which a restart would repeat."""
+_Record = TypeVar("_Record")
+
+
+class ProcessIdentity(Struct, frozen=True, kw_only=True):
+    """Process by its ID, its start time, since IDs are reused, and its host: the content of ``process.json``."""
+
+    pid: Annotated[int, Meta(ge=0)]
+    started: float = 0.0
+    """Seconds since 1970."""
+    host: str = ""
+    """Name of the host; empty in records without one, which are of this host."""
+    boot: str | None = None
+    """ID of the host's boot; None in records without a host."""
+
+
+class SupervisorState(ProcessIdentity, frozen=True, kw_only=True):
+    """Supervisor and its processes: the content of ``state.json``."""
+
+    processes: int = 1
+    """Number of processes."""
+    left_out: Sequence[int] = ()
+    """Indices of the slices that were dropped."""
+    phase: str
+    attempt: int = 0
+    """Number of attempts before this one."""
+    running: Sequence[ProcessIdentity] = ()
+    codes: Sequence[int] | UnsetType = UNSET
+    """Exit codes of the processes; absent before the end."""
 
 
 class Next(enum.Enum):
@@ -119,17 +151,18 @@ class Supervisor:
     _first_to_fail: str = field(default="", init=False)
     _killed: tuple[int, float] | None = field(default=None, init=False)
     """Index of the process that was killed before others failed, and the time."""
-    _state: dict[str, Any] = field(default_factory=dict, init=False)
+    _restarted: int = field(default=0, init=False)
+    """Number of attempts before the current one."""
 
     def run(self) -> int:
         """Runs until the training has ended, is stopped, or has no restarts left; returns an exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         self._end_leftovers()
-        attempt, counted = 0, 0
+        counted = 0
         while True:
             began = time.monotonic()
-            codes = self._attempt(attempt)
+            codes = self._attempt()
             if self._first_to_fail:
                 self._log(f"systolic: {self._first_to_fail}\n")
             if self._stopped:
@@ -139,7 +172,7 @@ class Supervisor:
             follows = self._follows(began)
             if WRONG in codes or (follows is Next.restart and counted == self.restarts):
                 return self._end("failed", codes, 1)
-            attempt += 1
+            self._restarted += 1
             if follows is Next.restart:
                 counted += 1
                 self._log(f"systolic: restart {counted} of {self.restarts}\n")
@@ -164,7 +197,7 @@ class Supervisor:
         )
         self.processes -= self.processes // (len(there.present) + 1)
 
-    def _attempt(self, attempt: int) -> list[int]:
+    def _attempt(self) -> list[int]:
         """Starts all processes and waits until all have ended; returns their exit codes."""
         (self.folder / LOGS).mkdir(exist_ok=True)
         port, self._first_to_fail, self._killed = _free_port(), "", None
@@ -172,7 +205,7 @@ class Supervisor:
         for number in range(self.processes):
             with self._log_of(number).open("ab") as log:
                 running.append(self._start(number, port, log))
-        self._write(phase="running", attempt=attempt, running=[identity(p.pid) for p in running])
+        self._write("running", running=[identity(process.pid) for process in running])
         try:
             self._watch(running)
         finally:
@@ -227,51 +260,95 @@ class Supervisor:
 
     def _end_leftovers(self) -> None:
         """Ends processes that a killed supervisor left behind, which would continue to write the run."""
-        path = self.folder / STATE
-        before = json.loads(path.read_text()) if path.exists() else {}
-        for leftover in before.get("running", []):
+        before = read_typed(self.folder / STATE, SupervisorState, CURE)
+        for leftover in () if before is None else before.running:
             if lives(leftover):
-                os.kill(leftover["pid"], signal.SIGKILL)
+                os.kill(leftover.pid, signal.SIGKILL)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._stopped = True
 
     def _end(self, phase: str, codes: Sequence[int], code: int) -> int:
-        self._write(phase=phase, codes=list(codes), running=[])
+        self._write(phase, codes=codes)
         return code
 
-    def _write(self, **changed: Any) -> None:
-        now = {"processes": self.processes, "left_out": self.remaining.left_out, **changed}
-        self._state |= {**identity(os.getpid()), **now}
-        write_atomically(self.folder / STATE, json.dumps(self._state) + "\n")
+    def _write(
+        self,
+        phase: str,
+        *,
+        running: Sequence[ProcessIdentity] = (),
+        codes: Sequence[int] | UnsetType = UNSET,
+    ) -> None:
+        state = SupervisorState(
+            **msgspec.structs.asdict(identity(os.getpid())),
+            processes=self.processes,
+            left_out=self.remaining.left_out,
+            phase=phase,
+            attempt=self._restarted,
+            running=running,
+            codes=codes,
+        )
+        write_line(self.folder / STATE, state)
 
 
-def identity(pid: int) -> dict[str, Any]:
-    """Identifies a process by its ID, its start time, since IDs are reused, and its host."""
-    host = {"host": socket.gethostname(), "boot": _boot()}
+def read_typed(path: Path, kind: type[_Record], cure: str) -> _Record | None:
+    """Reads a record in a JSON file; None if there is no file.
+
+    Args:
+        path: The file.
+        kind: Type of the record; its field ``record``, if it has one, gets the whole JSON object.
+        cure: What to do about a damaged file, for the message.
+
+    Raises:
+        DataError: it is empty, cut short or damaged.
+    """
     try:
-        return {"pid": pid, "started": psutil.Process(pid).create_time(), **host}
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); {cure}") from error
+    try:
+        fields = msgspec.convert(json.loads(content), dict)
+        return msgspec.convert({**fields, "record": fields}, kind)
+    except msgspec.ValidationError as error:
+        why = f"damaged ({error})"
+    except ValueError:
+        why = "cut short" if content.strip() else "empty"
+    raise DataError(f"{path} is {why}; {cure}")
+
+
+def write_line(path: Path, record: Struct) -> None:
+    """Writes a record as a line of JSON."""
+    write_atomically(path, json.dumps(msgspec.to_builtins(record)) + "\n")
+
+
+def identity(pid: int) -> ProcessIdentity:
+    """Identifies a process."""
+    try:
+        started = psutil.Process(pid).create_time()
     except psutil.NoSuchProcess:
-        return {"pid": pid, "started": 0.0, **host}
+        started = 0.0
+    return ProcessIdentity(pid=pid, started=started, host=socket.gethostname(), boot=_boot())
 
 
-def lives(state: Mapping[str, Any]) -> bool:
-    """Whether the process described by :func:`identity` is still running on this host."""
-    if state.get("boot", _boot()) != _boot():
+def lives(process: ProcessIdentity) -> bool:
+    """Whether a process is still running on this host."""
+    if process.boot not in (None, _boot()):
         return False
     try:
-        now = psutil.Process(state["pid"])
-        same = abs(now.create_time() - state["started"]) < 1
+        now = psutil.Process(process.pid)
+        same = abs(now.create_time() - process.started) < 1
         return same and now.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError):
+    except psutil.NoSuchProcess:
         return False
 
 
-def elsewhere(state: Mapping[str, Any]) -> str:
+def elsewhere(process: ProcessIdentity) -> str:
     """Name of the host of a process that is not visible from this one; empty for this host and for records without a host."""
-    host = state.get("host", "")
-    return "" if host == socket.gethostname() or lives(state) else host
+    host = process.host
+    return "" if host == socket.gethostname() or lives(process) else host
 
 
 def _boot() -> str:
@@ -323,11 +400,25 @@ def _free_port() -> int:
 
 
 def main(folder: Path) -> int:
-    """Supervises the launch in a folder."""
-    settings = json.loads((folder / SETTINGS).read_text())
-    del settings["made_by"]
-    remaining = Remaining(**settings.pop("remaining", {}))
-    return Supervisor(folder=folder, remaining=remaining, **settings).run()
+    """Supervises the launch in a folder; an error is one line on stderr."""
+    try:
+        settings = read_typed(folder / SETTINGS, SupervisorSettings, "launch it again")
+        if settings is None:
+            raise NotFoundError(f"{folder / SETTINGS} is missing; launch it again")
+        remaining = settings.remaining or RemainingSettings()
+        supervisor = Supervisor(
+            folder=folder,
+            command=settings.command,
+            directory=settings.directory,
+            processes=settings.processes,
+            devices=settings.devices,
+            restarts=settings.restarts,
+            remaining=Remaining(**msgspec.structs.asdict(remaining)),
+        )
+        return supervisor.run()
+    except SystolicError as error:
+        print(f"systolic: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from systolic.core.errors import OptionError
 from systolic.report.output import StderrReporter, print_json, warn
@@ -94,9 +94,9 @@ def following(written: "WrittenLaunch") -> list[str]:
     """Lines that show the next commands."""
     record = written.record
     if record.submitted is None:
-        defaults = [] if record.place else record.commands["asked"]
-        place = "".join(f" --{each['what']}={each['what'].upper()}" for each in defaults)
-        commands = (*record.commands["checks"], *record.commands["submit"])
+        defaults = () if record.place else record.commands.asked
+        place = "".join(f" --{default.what}={default.what.upper()}" for default in defaults)
+        commands = (*record.commands.checks, *record.commands.submit)
         words = [shlex.join(words) + place for words in commands]
         by_hand = " && ".join([f"cd {shlex.quote(record.folder)}", *words])
         return [
@@ -139,12 +139,10 @@ def rows(states: "Sequence[LaunchState]") -> list[tuple[str, ...]]:
 
 
 def _row(state: "LaunchState") -> tuple[str, ...]:
-    launched, now = state.launched, state.to_json()
-    money = [
-        "-" if usd is None else f"{usd:,.2f}" for usd in (launched.bill["usd"], now.get("used_usd"))
-    ]
-    most = now.get("used_usd_most")
-    if now.get("used_at_most"):
+    launched, cost = state.launched, state.cost
+    used, most = (None, None) if cost is None else (cost.usd, cost.usd_most)
+    money = ["-" if usd is None else f"{usd:,.2f}" for usd in (launched.bill.usd, used)]
+    if cost is not None and cost.is_bound:
         money[1] = f"≤ {money[1] if most is None else f'{most:,.2f}'}"
     elif most is not None:
         money[1] += f" to {most:,.2f}"
@@ -203,20 +201,20 @@ def _details(state: "LaunchState") -> str:
     from systolic.launching.state import ELSEWHERE, WRITTEN
     from systolic.launching.supervisor import unsaved
 
-    now: dict[str, Any] = dict(state.now)
-    text = f", restart {now['attempt']}" if now.get("attempt") else ""
-    if REFUSED in (now.get("code"), *now.get("codes", ())):
+    now = state.now
+    text = f", restart {now.attempt}" if now.attempt else ""
+    if REFUSED in (now.code, *now.codes):
         text += f", its command line was rejected; systolic logs {state.name} shows why"
-    if state.phase == "stopped" and (why := unsaved(now.get("codes", ()))):
+    if state.phase == "stopped" and (why := unsaved(now.codes)):
         text += f"; {why}"
-    if why := now.get("why"):
-        text += f": {why}"
+    if now.why:
+        text += f": {now.why}"
     if state.phase == WRITTEN:
         text += ", not submitted; add --submit"
-    if host := now.get("host") if state.phase == ELSEWHERE else "":
-        text += f": runs on {host} and is not visible from here"
-    if gone := now.get("left_out"):
-        text += f", without slice {', '.join(map(str, gone))}"
+    if state.phase == ELSEWHERE:
+        text += f": runs on {now.host} and is not visible from here"
+    if now.left_out:
+        text += f", without slice {', '.join(map(str, now.left_out))}"
     return text
 
 

@@ -237,8 +237,9 @@ def reason_of(trial: Trial) -> str:
         return trial.problem
     if trial.broken is not None:
         return trial.broken
-    refused = (trial.forecast.rejected if trial.forecast is not None else None) or {}
-    return f"needs {gibibytes(refused.get('need_bytes', 0))} of {gibibytes(refused.get('have_bytes', 0))}"
+    short = trial.forecast.rejected if trial.forecast is not None else None
+    need, have = (0, 0) if short is None else (short.need_bytes, short.have_bytes)
+    return f"needs {gibibytes(need)} of {gibibytes(have)}"
 
 
 def default_objective(slices: int, deadline: bool, budget: bool) -> Objective:

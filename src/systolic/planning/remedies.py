@@ -351,8 +351,6 @@ def _of_trial(base: Forecast, trial: Trial, text: str, *, same_result: bool) -> 
             have_bytes=have,
             problem=trial.problem or "",
         )
-    need = forecast.memory.peak_bytes if forecast.memory is not None else 0
-    need = need or int((forecast.rejected or {}).get("need_bytes", 0))
     speed, before = forecast.units_per_second, base.units_per_second
     gain = speed / before - 1 if speed and before and forecast.fits else None
     return Remedy(
@@ -362,7 +360,7 @@ def _of_trial(base: Forecast, trial: Trial, text: str, *, same_result: bool) -> 
         step_seconds=forecast.step_seconds,
         units_per_second=speed,
         unit=forecast.unit,
-        need_bytes=need,
+        need_bytes=forecast.need_bytes,
         have_bytes=have,
         gain=gain,
         trial=trial,

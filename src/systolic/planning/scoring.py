@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from systolic.forecasting import Forecast
 from systolic.job import Axis, Remat
 from systolic.planning.analytic import Analysis, Facts, capacity
 from systolic.planning.candidate import Candidate
@@ -165,7 +164,7 @@ class Judge:
         assert step is not None
         near = self.time_off.ratio(candidate) / self.time_off.ratio(base.candidate)
         seconds = step * near * analysis.seconds_estimate / base.analysis.seconds_estimate
-        need = _need(base.forecast)
+        need = base.forecast.need_bytes
         ratio = self.bytes_off.ratio(candidate)
         need += ratio * (analysis.bytes_estimate - base.analysis.bytes_estimate)
         fits = likely(need, capacity(candidate.on))
@@ -184,15 +183,9 @@ class Judge:
         forecast = trial.forecast
         if forecast is None:
             return
-        need = _need(forecast)
+        need = forecast.need_bytes
         if need:
             self.bytes_off.learn(ranked.candidate, need / ranked.analysis.bytes_estimate)
         if forecast.step_seconds:
             ratio = forecast.step_seconds / ranked.analysis.seconds_estimate
             self.time_off.learn(ranked.candidate, ratio)
-
-
-def _need(forecast: Forecast) -> float:
-    """Bytes of a device that a compiled step needs, whether it fits or not; 0 where unknown."""
-    known = forecast.memory.peak_bytes if forecast.memory is not None else 0
-    return float(known or (forecast.rejected or {}).get("need_bytes", 0))

@@ -317,7 +317,7 @@ class Search:
                 for c in (candidate, other)
             )
             if mine >= theirs:
-                need = (trial.forecast.rejected or {}).get("need_bytes", 0)
+                need = trial.forecast.need_bytes
                 return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
         return None
 

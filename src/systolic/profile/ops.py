@@ -450,7 +450,9 @@ class Describer:
             dtype=dtype,
             kind=kind,
             traffic=traffic,
-            resource=self._resource(kind, flops, moved, dtype if place else "bf16"),
+            resource=self._resource(
+                kind, flops, traffic.hbm if line is not None else moved, dtype if place else "bf16"
+            ),
             line=line,
             module=place[0] if place else None,
             computation=place[1] if place else None,
@@ -458,7 +460,10 @@ class Describer:
         )
 
     def _resource(self, kind: Activity, flops: float, moved: float, dtype: str) -> Resource:
-        """Resource that bounds an op: by its kind, then by its work over the device's peaks."""
+        """Resource that bounds an op: by its kind, then by its FLOPs and its bytes of device memory over the peaks.
+
+        What moves nothing but vector memory is bound by the vector units.
+        """
         if kind in _OF_KIND:
             return _OF_KIND[kind]
         if not flops and not moved:

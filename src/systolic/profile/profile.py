@@ -1,7 +1,8 @@
 """A measured step: which part of a profile it is, what the device did in it, and where it idled.
 
 A step ends where a run of the program that takes most of the time ends (on a TPU, where its line of
-steps says so), so that waiting before a run counts to its step. The median step stands for all. Where
+steps says so; elsewhere with the last run of a ``StepTraceAnnotation``, where such hold several), so that waiting before
+a run counts to its step. Programs of one name that were compiled for other shapes are programs of their own. The median step stands for all. Where
 several ops run at a time (threads of a CPU, streams of a GPU), each instant is shared among them; what
 moves data between chips or to the host counts only while nothing computes, and a loop only while
 nothing in it does.
@@ -25,12 +26,15 @@ from systolic.profile.trace import DeviceOp, DeviceTrace, Interval, Mark, exclus
 from systolic.profile.xplane import load_all
 from systolic.sim.timeline import PricedBy, Span, Timeline
 
-__all__ = ["Profile", "ProfiledOp", "open_profile", "timeline"]
+__all__ = ["Profile", "ProfiledOp", "name_of", "open_profile", "timeline"]
 
 ROUNDING = 2e-9
 """Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
 WAITED = 1e-6
 """Seconds of waiting from which the end of an asynchronous op is known: it ended then, not before."""
+
+Versions = Mapping[tuple[str, str], str]
+"""Name and number of a program, to its name among those of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +161,8 @@ def open_profile(path: Path, chip: str = "") -> Profile:
         OptionError: ``chip`` is another than the one that the profile names.
     """
     traces = [_on(chip, trace) for trace in load_all(path)]
-    profiles = [profile for trace in traces if (profile := _profile(trace)) is not None]
+    versions = _versions(traces)
+    profiles = [profile for trace in traces if (profile := _profile(trace, versions)) is not None]
     if not profiles:
         raise DataError(f"no program runs in {traces[0].path}; trace a few whole steps")
     return replace(profiles[0], others=profiles[1:])
@@ -176,9 +181,9 @@ def _on(chip: str, trace: DeviceTrace) -> DeviceTrace:
     return replace(trace, kind=trace.kind or named.device_kind or "")
 
 
-def _profile(trace: DeviceTrace) -> Profile | None:
+def _profile(trace: DeviceTrace, versions: Versions) -> Profile | None:
     """The profile of one device; None where no program runs on it."""
-    runs = _runs(trace)
+    runs = _runs(trace, versions)
     if not runs:
         return None
     totals: dict[str, float] = defaultdict(float)
@@ -186,7 +191,7 @@ def _profile(trace: DeviceTrace) -> Profile | None:
         totals[run.name] += run.end - run.start
     main = max(totals, key=lambda name: totals[name])
     own = [run for run in runs if run.name == main]
-    marks = trace.marks or own
+    marks = trace.marks or _annotated(trace, runs, main) or own
     ends = sorted(mark.end for mark in marks)
     starts = [marks[0].start, *ends[:-1]]
     return Profile(trace=trace, steps=list(zip(starts, ends, strict=True)), runs=own, programs=runs)
@@ -231,19 +236,68 @@ def timeline(profile: Profile) -> Timeline:
 # Runs
 
 
-def _runs(trace: DeviceTrace) -> list[Mark]:
-    """Runs of programs, in order; their names without the program's number."""
+def _versions(traces: Sequence[DeviceTrace]) -> Versions:
+    """Programs by name and number to their names here: ``jit_step``, or ``jit_step (1)`` where several have that name."""
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for trace in traces:
+        for name, number in map(_split, trace.runs) if trace.runs else map(_program, trace.ops):
+            if name and number:
+                numbers[name].add(number)
+    return {
+        (name, number): f"{name} ({at})" if len(held) > 1 else name
+        for name, held in numbers.items()
+        for at, number in enumerate(sorted(held, key=lambda number: (len(number), number)), 1)
+    }
+
+
+def name_of(program: str) -> str:
+    """Name of a program without that of its version."""
+    return program.partition(" (")[0]
+
+
+def _split(mark: Mark) -> tuple[str, str]:
+    """Name and number of a run's program: ``jit_step(123)``."""
+    name, _, number = mark.name.partition("(")
+    return name, number.removesuffix(")")
+
+
+def _program(op: DeviceOp) -> tuple[str, str]:
+    """Name and number of an op's program; the number is empty where the profile has none."""
+    return op.module, "" if op.program is None else str(op.program)
+
+
+def _runs(trace: DeviceTrace, versions: Versions) -> list[Mark]:
+    """Runs of programs, in order."""
     if trace.runs:
         return [
-            Mark(name=mark.name.split("(")[0], start=mark.start, end=mark.end)
-            for mark in trace.runs
+            replace(mark, name=versions.get(_split(mark), _split(mark)[0])) for mark in trace.runs
         ]
     together: dict[tuple[str, int], list[DeviceOp]] = defaultdict(list)
     for op in trace.ops:
         if op.run is not None:
-            together[op.module, op.run].append(op)
-    marks = [_mark(name, ops) for (name, _), ops in together.items()] or _cut(trace)
+            together[versions.get(_program(op), op.module), op.run].append(op)
+    marks = [_mark(name, ops) for (name, _), ops in together.items()] or _cut(trace, versions)
     return sorted(marks, key=lambda mark: mark.end)
+
+
+def _annotated(trace: DeviceTrace, runs: Sequence[Mark], main: str) -> list[Mark]:
+    """Steps by the host's annotations, each up to the end of its last run; empty where they hold one run of ``main`` each.
+
+    A device works behind its host, so that a run may begin after the next annotation has: then runs do not share out
+    evenly, and the annotations say nothing of the device.
+    """
+    starts = [mark.start for mark in trace.steps]
+    held: dict[int, list[Mark]] = defaultdict(list)
+    for run in runs:
+        if (at := bisect.bisect_right(starts, run.start) - 1) >= 0:
+            held[at].append(run)
+    counts = {sum(run.name == main for run in of) for of in held.values()}
+    if len(held) != len(starts) or len(counts) != 1 or counts <= {0, 1}:
+        return []
+    return [
+        Mark(name=trace.steps[at].name, start=of[0].start, end=max(run.end for run in of))
+        for at, of in sorted(held.items())
+    ]
 
 
 def _mark(name: str, ops: Iterable[DeviceOp]) -> Mark:
@@ -251,7 +305,7 @@ def _mark(name: str, ops: Iterable[DeviceOp]) -> Mark:
     return Mark(name=name, start=min(o.start for o in ops), end=max(o.end for o in ops))
 
 
-def _cut(trace: DeviceTrace) -> list[Mark]:
+def _cut(trace: DeviceTrace, versions: Versions) -> list[Mark]:
     """Runs of the busiest program where ops do not say theirs: most ops run once in each.
 
     The first of the ops that run as often as most do begins a run.
@@ -259,7 +313,7 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
     by: dict[str, list[DeviceOp]] = defaultdict(list)
     for op in trace.ops:
         if op.module:
-            by[op.module].append(op)
+            by[versions.get(_program(op), op.module)].append(op)
     if not by:
         return []
     name = max(by, key=lambda key: sum(op.end - op.start for op in by[key]))

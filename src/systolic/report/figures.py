@@ -8,7 +8,7 @@ from typing import Any
 
 from systolic.core.units import duration, gibibytes, si
 from systolic.core.units import plural as plural
-from systolic.runs.metrics import number
+from systolic.runs.metrics import SummaryRecord, TrainRecord, number
 
 MISSING = "–"
 """Text for an unknown number; never a zero."""
@@ -20,24 +20,6 @@ _LABELS = {
     "diagnose": "diagnosis",
     "start": "start-up",
 }
-
-_OWN_KEYS = frozenset(
-    (
-        *("kind", "step", "time", "elapsed", "loss", "learning_rate", "grad_norm"),
-        *(
-            "tokens_per_second",
-            "examples_per_second",
-            "num_steps",
-            "step_seconds",
-            "mfu",
-            "data_wait",
-            "device_wait",
-            "forecast_step_seconds",
-            "forecast_ratio",
-        ),
-        *("memory_bytes", "eta_seconds"),
-    )
-)
 
 
 def figure(value: Any) -> str:
@@ -85,16 +67,16 @@ def memory(value: Any) -> str:
     return MISSING if plain is None or not math.isfinite(plain) else gibibytes(plain)
 
 
-def throughput(record: Mapping[str, Any]) -> tuple[float, str] | None:
+def throughput(record: TrainRecord | SummaryRecord) -> tuple[float, str] | None:
     """Value and unit (``tokens/s`` or ``examples/s``) of a train record or a summary, if it has one."""
-    for unit in ("tokens", "examples"):
-        value = number(record.get(f"{unit}_per_second"))
-        if value is not None:
-            return value, f"{unit}/s"
-    return None
+    if record.tokens_per_second is not None:
+        return record.tokens_per_second, "tokens/s"
+    return (
+        None if record.examples_per_second is None else (record.examples_per_second, "examples/s")
+    )
 
 
-def throughput_text(record: Mapping[str, Any]) -> str:
+def throughput_text(record: TrainRecord | SummaryRecord) -> str:
     """:func:`throughput` as ``123 k tokens/s``."""
     value_and_unit = throughput(record)
     if value_and_unit is None or not math.isfinite(value_and_unit[0]):
@@ -102,12 +84,12 @@ def throughput_text(record: Mapping[str, Any]) -> str:
     return f"{si(value_and_unit[0])} {value_and_unit[1]}"
 
 
-def forecast_text(record: Mapping[str, Any]) -> str:
+def forecast_text(record: TrainRecord) -> str:
     """Forecast step time and the ratio of the measured one: ``311 ms, × 1.04``; ``""`` without a forecast."""
-    forecast, ratio = number(record.get("forecast_step_seconds")), record.get("forecast_ratio")
+    forecast, ratio = record.forecast_step_seconds, record.forecast_ratio
     if forecast is None:
         return ""
-    return f"{seconds(forecast)}, × {ratio:.2f}" if number(ratio) is not None else seconds(forecast)
+    return seconds(forecast) if ratio is None else f"{seconds(forecast)}, × {ratio:.2f}"
 
 
 def label(name: str) -> str:
@@ -128,12 +110,6 @@ def metric(name: str, value: Any) -> str:
 def metrics_text(metrics: Mapping[str, Any]) -> str:
     """Metrics as ``loss 1.90, bits per byte 2.74``."""
     return ", ".join(f"{label(name)} {metric(name, value)}" for name, value in metrics.items())
-
-
-def terms(record: Mapping[str, Any]) -> dict[str, float]:
-    """Values that the task adds to a train record."""
-    numbers = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
-    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def count(value: Any) -> str:

@@ -16,11 +16,13 @@ import msgspec
 from systolic import __version__
 from systolic.core.errors import RunError
 from systolic.core.files import digest
-from systolic.job import Job
+from systolic.job import Job, Mode
 from systolic.job.data import Contents
-from systolic.runs.paths import DIRECTORY
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.trust import REVISION
+from systolic.runs.run import JOB, Run
+
+REVISION = 2
+"""Revision of the meaning of weights; raised when the same weights would give another function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,27 +36,66 @@ class RunFlags:
     compiler: tuple[str, ...]
     """All of them, as the programs were compiled."""
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "RunFlags":
-        """Inverse of :meth:`to_json`."""
-        return cls(given=plain["given"], chip=plain["chip"], compiler=tuple(plain["compiler"]))
-
     def to_json(self) -> dict[str, Any]:
         """For job.json."""
         return {"given": self.given, "chip": self.chip, "compiler": list(self.compiler)}
+
+
+class _PartOutline(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A model or data of any class: the fields that Systolic's own have."""
+
+    kind: str = ""
+    """Name of its class."""
+    tie_embeddings: Any = None
+    mup: Any = None
+    path: Any = None
+
+
+class _ScheduleOutline(msgspec.Struct, frozen=True):
+    warmup: int | float = 0
+
+
+class _LayoutOutline(msgspec.Struct, frozen=True):
+    accumulate: int = 1
+
+
+class _AdapterOutline(msgspec.Struct, frozen=True):
+    kind: str = "none"
+
+
+class _EvaluationOutline(msgspec.Struct, frozen=True):
+    metric: str | None = None
+    mode: Mode = Mode.min
+
+
+class JobOutline(msgspec.Struct, frozen=True):
+    """A job in job.json as far as it reads without its classes, of which some are a user's own."""
+
+    name: str | None = None
+    steps: int | float | None = None
+    start: str | None = None
+    """Path of the model that it begins with."""
+    model: _PartOutline = _PartOutline()
+    data: _PartOutline = _PartOutline()
+    schedule: _ScheduleOutline = _ScheduleOutline()
+    layout: _LayoutOutline = _LayoutOutline()
+    adapter: _AdapterOutline = _AdapterOutline()
+    evaluation: _EvaluationOutline = _EvaluationOutline()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
     """Content of a run's job.json."""
 
-    recipe: str | None
+    recipe: str | None = None
     """Name that the user gave; None for a run that was made from a :class:`~systolic.job.Job`."""
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's, as plain values."""
-    job: Mapping[str, Any]
+    job: Mapping[str, Any] = field(default_factory=dict)
     """``Job.to_json``."""
-    layout: Mapping[str, int]
+    outline: JobOutline = field(init=False, default=JobOutline(), compare=False, repr=False)
+    """The job, as far as it reads without its classes."""
+    layout: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the mesh axes that it began with."""
     plan: Chosen | None = None
     flags: RunFlags | None = None
@@ -77,28 +118,19 @@ class JobRecord:
     version: str = __version__
     """Version of Systolic."""
 
+    def __post_init__(self) -> None:
+        """Outlines the job; raises ``msgspec.ValidationError`` where a field of it is damaged."""
+        object.__setattr__(self, "outline", msgspec.convert(_present(self.job), JobOutline))
+
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "JobRecord":
-        """Inverse of :meth:`to_json`; entries that an earlier version did not write have their defaults."""
-        plan, flags, data = plain.get("plan"), plain.get("flags"), plain.get("data")
-        return cls(
-            recipe=plain.get("recipe"),
-            options=plain.get("options", {}),
-            job=plain.get("job", {}),
-            layout=plain.get("layout", {}),
-            plan=Chosen.from_json(plan) if plan else None,
-            flags=RunFlags.from_json(flags) if flags else None,
-            log_every=plain.get("log_every"),
-            diagnose=plain.get("diagnose"),
-            init_from=plain.get("init_from"),
-            start=plain.get("start"),
-            data={split: Contents(**each) for split, each in (data or {}).items()},
-            labels=tuple(plain.get("labels") or ()),
-            types=plain.get("types"),
-            directory=plain.get(DIRECTORY),
-            revision=plain.get("revision", 1),
-            version=plain.get("systolic", ""),
-        )
+        """Inverse of :meth:`to_json`; entries that an earlier version did not write have their defaults.
+
+        Raises:
+            msgspec.ValidationError: a field is damaged.
+        """
+        before = {"revision": 1, "version": plain.get("systolic") or ""}
+        return msgspec.convert({**before, **_present(plain)}, cls)
 
     def to_json(self) -> dict[str, Any]:
         """The content of job.json, less the directory, which :meth:`systolic.runs.run.Run.write_job` adds."""
@@ -122,6 +154,41 @@ class JobRecord:
         return plain if self.types is None else plain | {"types": dict(self.types)}
 
 
+def _present(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are not null, which stand for those that are absent."""
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+def read_record(run: Run) -> JobRecord:
+    """Reads a run's job.json.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    try:
+        return JobRecord.from_json(run.read_job())
+    except msgspec.ValidationError as error:
+        raise RunError(
+            f"{run.path / JOB} is damaged ({error}); restore it, or start again in another folder"
+        ) from error
+
+
+def check_revision(run: Path, record: JobRecord) -> None:
+    """Refuses weights that this version would read differently from the version that trained them.
+
+    Args:
+        run: The run's directory, for the message.
+        record: The content of its job.json.
+
+    Raises:
+        RunError: a decoder with tied embeddings from before they lost their scale (revision 1).
+    """
+    if record.revision < REVISION and record.outline.model.tie_embeddings:
+        raise RunError(
+            f"{run} was trained by an earlier version, in which tied embeddings had a scale, and would give other results now; use that version, or train it again"
+        )
+
+
 def compiled_with(record: JobRecord) -> tuple[str, ...]:
     """Compiler flags that a run was last compiled with; one of a version that kept no flags had its plan's, or none."""
     if record.flags is not None:
@@ -131,7 +198,11 @@ def compiled_with(record: JobRecord) -> tuple[str, ...]:
 
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
-MOVED: Mapping[str, str] = {"systolic.interop.program.model": "systolic.formats.program.model"}
+MOVED: Mapping[str, str] = {
+    "systolic.data.image.digits": "systolic.data.image.small_images",
+    "systolic.interop.program.model": "systolic.formats.program.model",
+    "systolic.steps.tasks.masked": "systolic.steps.tasks.language",
+}
 """Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
 
 

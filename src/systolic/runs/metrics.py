@@ -1,4 +1,7 @@
-"""Log of a run: one JSON record a line, appended completely or not at all."""
+"""Log of a run: one JSON record a line, appended completely or not at all.
+
+A record is a plain mapping where it is written and for watchers; :func:`typed` makes it one value where it is read.
+"""
 
 import json
 import math
@@ -8,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from systolic.core.errors import RunError
 from systolic.core.files import write_atomically
@@ -145,6 +150,247 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)
+
+
+class LoggedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of metrics.jsonl, of any kind."""
+
+    step: int = 0
+    time: float | None = None
+    """Unix seconds."""
+    elapsed: float = 0.0
+    """Seconds of training until then, pauses left out; of a run that was read back."""
+
+
+class StartRecord(LoggedRecord, frozen=True, kw_only=True):
+    """The start of a session; versions before lack some of its fields."""
+
+    name: str | None = None
+    """The job's."""
+    steps: int | float | None = None
+    unit: str | None = None
+    """``tokens`` or ``examples``."""
+    num_parameters: int | None = None
+    """Parameters that train."""
+    total_parameters: int | None = None
+    devices: str | None = None
+    """Number and kind: ``2 x cpu``."""
+    num_devices: int | None = None
+    device_kind: str | None = None
+    precision: str | None = None
+    flags: list[str] = []
+    """Compiler flags."""
+    batch: int | None = None
+    """Examples a step."""
+    examples: int | None = None
+    """Examples of the training data."""
+    workers: int = 0
+    layout: dict[str, int] = {}
+    """Sizes of the mesh axes."""
+    resumed_from: int | None = None
+    """Step of the checkpoint that it continued from."""
+
+
+class TrainRecord(LoggedRecord, frozen=True, kw_only=True):
+    """Means over the steps since the record before."""
+
+    step: int
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    examples_per_second: float | None = None
+    num_steps: int | None = None
+    step_seconds: float | None = None
+    forecast_step_seconds: float | None = None
+    forecast_ratio: float | None = None
+    """Measured over forecast step time."""
+    mfu: float | None = None
+    data_wait: float | None = None
+    """Share of the time."""
+    device_wait: float | None = None
+    memory_bytes: float | None = None
+    eta_seconds: float | None = None
+    terms: dict[str, float] = {}
+    """Numbers that the task adds, by name."""
+
+
+class EvalRecord(LoggedRecord, frozen=True, kw_only=True):
+    """An evaluation."""
+
+    step: int
+    split: str
+    metrics: dict[str, Any] = {}
+    seconds: float | None = None
+    batches: int | None = None
+    """Batches that were read."""
+    of: int | None = None
+    """Batches of the split."""
+    final: bool = False
+    """Whether it is of the end of the run."""
+
+
+class EvaluatingRecord(LoggedRecord, frozen=True, kw_only=True):
+    """Progress of an evaluation, for watchers only."""
+
+    split: str
+    batches: int
+    of: int | None = None
+
+
+class EventRecord(LoggedRecord, frozen=True, kw_only=True):
+    """A compilation, a checkpoint, a bad step …"""
+
+    name: str = "event"
+    seconds: float = 0.0
+    detail: str = ""
+
+
+class SampleRecord(LoggedRecord, frozen=True, kw_only=True):
+    """Text that a language model generated."""
+
+    prompt: str = ""
+    text: str = ""
+
+
+class FinalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of a run's last step."""
+
+    loss: float | None = None
+    metrics: dict[str, Any] = {}
+    """By split and name: ``validation_loss``."""
+
+
+class ForecastRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Step time of a plan, beside the measured one; empty for a run without a plan."""
+
+    step_seconds: float | None = None
+    measured_step_seconds: float | None = None
+
+
+class SummaryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a session, in summary.json and metrics.jsonl."""
+
+    steps: int
+    time: dict[str, float]
+    """Seconds by what they went to."""
+    seconds: float = 0.0
+    """Wall time."""
+    run: str | None = None
+    final: FinalRecord | None = None
+    tokens_per_second: float | None = None
+    examples_per_second: float | None = None
+    mfu: float | None = None
+    forecast: ForecastRecord = ForecastRecord()
+    checkpoint: str | None = None
+    epochs: float | None = None
+    bad_steps: int = 0
+    skipped_files: int = 0
+    recompiles: int = 0
+    interrupted: str | None = None
+    """The signal that ended it."""
+    stopped: str | None = None
+    """Why it ended before its last step."""
+    next: str | None = None
+    """Command to type next."""
+
+
+class ProbedParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """Norms of a parameter at a probe: numbers, or lists of them by layer where it stacks the layers."""
+
+    shape: list[int]
+    dtype: str
+    gradient: float | list[float]
+    weight: float | list[float]
+    update: float | list[float]
+    lost: float | list[float]
+    """Share of the updates that rounding loses."""
+
+
+class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of diagnoses.jsonl (see :mod:`systolic.training.probe`)."""
+
+    step: int
+    learning_rate: float = 0.0
+    big_square: float = math.nan
+    """Squared norm of the batch's gradient."""
+    small_square: float = math.nan
+    """Mean squared norm of those of its parts; NaN where it has one."""
+    batch: int = 0
+    """Examples."""
+    parts: int = 1
+    parameters: dict[str, ProbedParameter] = {}
+    """Parameters by path."""
+    epochs: float | None = None
+    """Passes over the training data before it."""
+
+
+_KINDS: Mapping[str, type[LoggedRecord]] = {
+    "start": StartRecord,
+    "train": TrainRecord,
+    "eval": EvalRecord,
+    "evaluating": EvaluatingRecord,
+    "event": EventRecord,
+    "sample": SampleRecord,
+}
+_TRAIN = frozenset(TrainRecord.__struct_fields__)
+
+
+def typed(record: Record) -> LoggedRecord:
+    """A record as the value of its kind; of a kind that this version has not, what all have.
+
+    Raises:
+        msgspec.ValidationError: a field is damaged.
+    """
+    kind = _KINDS.get(record["kind"], LoggedRecord)
+    fields = _present(record)
+    if kind is TrainRecord:
+        terms = {n: v for n in fields.keys() - _TRAIN if (v := number(fields[n])) is not None}
+        fields["terms"] = {name: terms[name] for name in fields if name in terms}
+    return msgspec.convert(fields, kind)
+
+
+def summary_of(record: Record) -> SummaryRecord:
+    """Summary of a run's end.
+
+    Raises:
+        msgspec.ValidationError: a field is damaged.
+    """
+    return msgspec.convert(_present(record), SummaryRecord)
+
+
+def probe_of(record: Record) -> ProbeRecord:
+    """Gradient probe.
+
+    Raises:
+        msgspec.ValidationError: a field is damaged.
+    """
+    return msgspec.convert(_present(record), ProbeRecord)
+
+
+def seen(record: Record) -> LoggedRecord:
+    """A watcher's record as :func:`typed` makes it once it is written."""
+    return typed(decode(encode(record)))
+
+
+def _present(record: Record) -> dict[str, Any]:
+    """Fields that are not null, which stands for what is unknown."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def loss_of(record: TrainRecord) -> float:
+    """A record's loss; NaN where it has none."""
+    return math.nan if record.loss is None else record.loss
+
+
+def norm_of(record: TrainRecord) -> float:
+    """A record's gradient norm; NaN where it has none."""
+    return math.nan if record.grad_norm is None else record.grad_norm
+
+
+def rate_of(record: TrainRecord) -> float:
+    """A record's learning rate; NaN where it has none."""
+    return math.nan if record.learning_rate is None else record.learning_rate
 
 
 def _end_last_line(path: Path, handle: int) -> None:

@@ -14,12 +14,29 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, RunError, SystolicError
 from systolic.runs import metrics
-from systolic.runs.metrics import number
+from systolic.runs.job_record import JobRecord
+from systolic.runs.metrics import (
+    EvalRecord,
+    EventRecord,
+    LoggedRecord,
+    ProbeRecord,
+    SampleRecord,
+    StartRecord,
+    SummaryRecord,
+    TrainRecord,
+    loss_of,
+    norm_of,
+    probe_of,
+    summary_of,
+    typed,
+)
 from systolic.runs.run import (
     DIAGNOSES,
     ENVIRONMENT,
@@ -32,9 +49,7 @@ from systolic.runs.run import (
 )
 
 Record = dict[str, Any]
-
-KINDS = ("start", "train", "eval", "event", "sample")
-"""Records that are kept as lists."""
+_T = TypeVar("_T")
 
 
 class State(enum.Enum):
@@ -59,22 +74,24 @@ class RunRecord:
     """
 
     path: Path
-    job: Mapping[str, Any] = field(default_factory=dict)
-    """``job.json``; {} where there is none."""
+    job: JobRecord = field(default_factory=JobRecord)
+    """``job.json``; without a job where there is none."""
+    job_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The same as it is written, with what other versions add; {} where there is none."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] | None = None
+    summary: SummaryRecord | None = None
     """Summary of the last session; ``None`` for a run that has not ended."""
     began: float | None = None
     """Unix seconds of the first record."""
-    starts: Sequence[Record] = ()
+    starts: Sequence[StartRecord] = ()
     """One record for each session."""
-    last: Mapping[str, Any] = field(default_factory=dict)
-    """The last record of any kind; {} if there is none."""
-    train: Sequence[Record] = ()
-    evals: Sequence[Record] = ()
-    events: Sequence[Record] = ()
-    samples: Sequence[Record] = ()
-    diagnoses: Sequence[Record] = ()
+    last: LoggedRecord | None = None
+    """The last record of any kind; None if there is none."""
+    train: Sequence[TrainRecord] = ()
+    evals: Sequence[EvalRecord] = ()
+    events: Sequence[EventRecord] = ()
+    samples: Sequence[SampleRecord] = ()
+    diagnoses: Sequence[ProbeRecord] = ()
     """Gradients and updates by layer (see :mod:`systolic.training.probe`)."""
     seconds: float = 0.0
     """From the first record to the last, without the pauses between sessions."""
@@ -86,14 +103,14 @@ class RunRecord:
     """Damaged lines and files, a sentence each with the values that replace them."""
 
     @property
-    def start(self) -> Mapping[str, Any]:
-        """Start record of the last session; {} if none was written."""
-        return self.starts[-1] if self.starts else {}
+    def start(self) -> StartRecord:
+        """Start record of the last session; without fields if none was written."""
+        return self.starts[-1] if self.starts else StartRecord()
 
     @property
     def name(self) -> str:
         """The job's name, or the directory's."""
-        return str(self.start.get("name") or self._plain_job.get("name") or self.path.name)
+        return self.start.name or self.job.outline.name or self.path.name
 
     @property
     def num_sessions(self) -> int:
@@ -103,78 +120,82 @@ class RunRecord:
     @property
     def resumed_from(self) -> int:
         """Steps done before the last session."""
-        return self.start.get("resumed_from") or 0
+        return self.start.resumed_from or 0
 
     @property
     def steps(self) -> int | None:
         """Steps the job asks for."""
-        steps = number(self.start.get("steps") or self._plain_job.get("steps"))
+        steps = self.start.steps or self.job.outline.steps
         return None if steps is None else int(steps)
 
     @property
     def step(self) -> int:
         """The last step on record."""
-        summary = () if self.summary is None else ({"step": self.summary.get("steps")},)
-        records = (*self.train[-1:], *self.evals[-1:], *summary)
-        steps = [n for record in records if (n := number(record.get("step"))) is not None]
-        return int(max(steps, default=0))
+        steps = [record.step for record in (*self.train[-1:], *self.evals[-1:])]
+        return max(steps if self.summary is None else [*steps, self.summary.steps], default=0)
 
     @property
     def state(self) -> State:
         """How far it came, from its files alone."""
         if self.summary is None:
-            failed = self.last.get("name") in ("bad_step", "skip")
+            last = self.last
+            failed = isinstance(last, EventRecord) and last.name in ("bad_step", "skip")
             return State.failed if failed else State.unfinished
-        if self.summary.get("interrupted"):
+        if self.summary.interrupted:
             return State.interrupted
-        return State.stopped if self.summary.get("stopped") else State.finished
+        return State.stopped if self.summary.stopped else State.finished
 
     @property
     def is_finished(self) -> bool:
         """Whether it came to the job's last step."""
         if self.summary is None or self.state is not State.finished:
             return False
-        return self.summary["steps"] >= self.start.get("steps", math.inf)
+        return self.summary.steps >= (math.inf if self.start.steps is None else self.start.steps)
 
     @property
     def final_metrics(self) -> Mapping[str, Any]:
         """The summary's metrics, or those of the last evaluation of each split, named alike."""
-        if self.summary is not None and "final" in self.summary:
-            return self.summary["final"]["metrics"]
+        if self.summary is not None and self.summary.final is not None:
+            return self.summary.final.metrics
         return {
-            f"{record['split']}_{name}": value
+            f"{record.split}_{name}": value
             for record in self.evals
-            for name, value in record["metrics"].items()
+            for name, value in record.metrics.items()
         }
 
     @property
     def final_loss(self) -> float | None:
         """The summary's loss, or the last one on record; NaN if that was not a number."""
-        if self.summary is not None and "final" in self.summary:
-            return number(self.summary["final"]["loss"])
+        if self.summary is not None and self.summary.final is not None:
+            return self.summary.final.loss
         return loss_of(self.train[-1]) if self.train else None
 
     @property
     def train_steps(self) -> Sequence[int]:
         """The step of each train record."""
-        return [record["step"] for record in self.train]
+        return [record.step for record in self.train]
 
     @property
     def losses(self) -> Sequence[float]:
         """The loss of each train record, NaN among them."""
-        return [record["loss"] for record in self.train]
+        return [loss_of(record) for record in self.train]
+
+    @property
+    def norms(self) -> Sequence[float]:
+        """The gradient norms that are numbers."""
+        return [n for record in self.train if math.isfinite(n := norm_of(record))]
 
     @property
     def peak_rate(self) -> float:
         """The highest learning rate on record; 0 where there is none."""
-        return max((record["learning_rate"] for record in self.train), default=0.0)
+        return max((record.learning_rate or 0.0 for record in self.train), default=0.0)
 
     @property
     def reads_text(self) -> bool:
         """Whether it trains a language model: its throughput counts tokens."""
-        if (unit := self.start.get("unit")) is not None:
-            return unit == "tokens"
-        return any("tokens_per_second" in record for record in self.train)
+        if self.start.unit is not None:
+            return self.start.unit == "tokens"
+        return any(record.tokens_per_second is not None for record in self.train)
 
     @property
     def unit(self) -> str:
@@ -184,14 +205,15 @@ class RunRecord:
     @property
     def epochs(self) -> float | None:
         """Passes over the training data; ``None`` where that is not known."""
-        counted = (*self.diagnoses, *filter(None, [self.summary]))
-        known = [epochs for record in counted if (epochs := record.get("epochs")) is not None]
-        if known:
-            return known[-1]
-        examples, batch = self.start.get("examples"), self.start.get("batch")
+        if self.summary is not None and self.summary.epochs is not None:
+            return self.summary.epochs
+        probed = [probe.epochs for probe in self.diagnoses if probe.epochs is not None]
+        if probed:
+            return probed[-1]
+        examples, batch = self.start.examples, self.start.batch
         if not examples or not batch or not self.train:
             return None
-        return self.train[-1]["step"] * batch / examples
+        return self.train[-1].step * batch / examples
 
     @property
     def has_diverged(self) -> bool:
@@ -200,19 +222,10 @@ class RunRecord:
 
     def loss_near(self, step: int) -> float | None:
         """Median training loss of the last records up to a step; ``None`` where there are none."""
-        before = [r["loss"] for r in self.train if r["step"] <= step and math.isfinite(r["loss"])]
+        losses = (loss_of(record) for record in self.train if record.step <= step)
+        before = [loss for loss in losses if math.isfinite(loss)]
         window = max(3, len(self.train) // 20)
         return statistics.median(before[-window:]) if before else None
-
-    @property
-    def _plain_job(self) -> Mapping[str, Any]:
-        return self.job.get("job") or {}
-
-
-def loss_of(record: Record) -> float:
-    """A record's loss; NaN where it has none."""
-    loss = number(record.get("loss"))
-    return math.nan if loss is None else loss
 
 
 def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
@@ -230,26 +243,28 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
         raise NotFoundError(
             f"{path} is not a run (no {JOB}, no {METRICS}); give a directory that systolic train made"
         )
-    records, damage = _read_lines(path / METRICS)
-    diagnoses, more = _read_lines(path / DIAGNOSES)
-    if last_session:
-        records, diagnoses = _last_session(records, diagnoses)
     ledger = _RecordCollector()
-    for record in records:
+    lines, damage = _read_lines(path / METRICS, _logged)
+    diagnoses, more = _read_lines(path / DIAGNOSES, probe_of)
+    if last_session:
+        lines, diagnoses = _last_session(lines, diagnoses)
+    for record in lines:
         ledger.add(record)
     summary, lost = _read_summary(path, ledger.end)
+    job, fields = _read_object(path / JOB, _job) or (JobRecord(), {})
     return RunRecord(
         path=path,
-        job=_read_object(path / JOB, job_fields) or {},
+        job=job,
+        job_fields=fields,
         environment=_read_object(path / ENVIRONMENT, json.loads) or {},
         summary=summary,
         began=ledger.began,
-        starts=ledger.records["start"],
+        starts=ledger.of(StartRecord),
         last=ledger.last,
-        train=ledger.records["train"],
-        evals=ledger.records["eval"],
-        events=ledger.records["event"],
-        samples=ledger.records["sample"],
+        train=ledger.of(TrainRecord),
+        evals=ledger.of(EvalRecord),
+        events=ledger.of(EventRecord),
+        samples=ledger.of(SampleRecord),
         diagnoses=diagnoses,
         seconds=ledger.elapsed,
         step_seconds=ledger.stepped + ledger.open,
@@ -258,14 +273,33 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
     )
 
 
-def _read_lines(path: Path) -> tuple[list[Record], list[str]]:
+def _job(content: bytes) -> tuple[JobRecord, Record]:
+    """A job.json as a value, and as it is written."""
+    fields = job_fields(content)
+    return JobRecord.from_json(fields), fields
+
+
+def _logged(record: Record) -> LoggedRecord | SummaryRecord:
+    """A line of metrics.jsonl.
+
+    Raises:
+        KeyError: it has no kind or no time.
+        msgspec.ValidationError: a field is damaged.
+    """
+    kind, _ = record["kind"], record["time"]
+    return summary_of(record) if kind == "end" else typed(record)
+
+
+def _read_lines(path: Path, read: Callable[[Record], _T]) -> tuple[list[_T], list[str]]:
     """Intact records of a log, and a sentence about damaged lines."""
     records, damaged = [], []
     for line, record, _ in metrics.scan(path):
-        if record is None or (path.name == METRICS and not {"kind", "time"} <= set(record)):
+        try:
+            if record is None:
+                raise KeyError(line)
+            records.append(read(record))
+        except (KeyError, msgspec.ValidationError):
             damaged.append(line)
-        else:
-            records.append(record)
     if not damaged:
         return records, []
     more = f" and {len(damaged) - 3:,} more" if len(damaged) > 3 else ""
@@ -279,29 +313,28 @@ def _read_lines(path: Path) -> tuple[list[Record], list[str]]:
 
 
 def _last_session(
-    records: list[Record], diagnoses: list[Record]
-) -> tuple[list[Record], list[Record]]:
-    starts = [n for n, record in enumerate(records) if record["kind"] == "start"]
-    session = records[starts[-1] :] if starts else records
-    before = (session[0].get("resumed_from") or 0) if session else 0
-    return session, [record for record in diagnoses if record["step"] > before]
+    lines: list[LoggedRecord | SummaryRecord], diagnoses: list[ProbeRecord]
+) -> tuple[list[LoggedRecord | SummaryRecord], list[ProbeRecord]]:
+    starts = [(at, line) for at, line in enumerate(lines) if isinstance(line, StartRecord)]
+    if not starts:
+        return lines, diagnoses
+    at, start = starts[-1]
+    before = start.resumed_from or 0
+    return lines[at:], [probe for probe in diagnoses if probe.step > before]
 
 
-def _read_summary(path: Path, end: Record | None) -> tuple[Record | None, list[str]]:
+def _read_summary(path: Path, end: SummaryRecord | None) -> tuple[SummaryRecord | None, list[str]]:
     """The summary, or where the file is damaged the run's ``end`` record, which holds the same values."""
     try:
-        summary = _read_object(path / SUMMARY, metrics.decode)
-        if summary is None:
-            return None, []
-        if {"steps", "time"} <= set(summary):
-            return renamed(summary, path), []
+        return _read_object(
+            path / SUMMARY, lambda content: summary_of(renamed(metrics.decode(content), path))
+        ), []
     except RunError:
-        pass
-    what = "its records" if end is None else "the figures of the run's end"
+        what = "its records" if end is None else "the figures of the run's end"
     return end, [f"{path / SUMMARY} is damaged; {what} in {METRICS} count instead"]
 
 
-def _read_object(path: Path, decode: Callable[[bytes], Any]) -> Record | None:
+def _read_object(path: Path, decode: Callable[[bytes], _T]) -> _T | None:
     if not path.is_file():
         return None
     try:
@@ -316,9 +349,9 @@ def _read_object(path: Path, decode: Callable[[bytes], Any]) -> Record | None:
 class _RecordCollector:
     """Collects records in file order, session by session."""
 
-    last: Record = field(default_factory=dict)
-    end: Record | None = None
-    records: dict[str, list[Record]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    last: LoggedRecord | None = None
+    end: SummaryRecord | None = None
+    records: list[LoggedRecord] = field(default_factory=list)
     resumes: list[float] = field(default_factory=list)
     elapsed: float = 0.0
     began: float | None = None
@@ -331,39 +364,36 @@ class _RecordCollector:
     _origin: float = 0.0
     """Unix seconds at which ``elapsed`` would have been 0, had there been no pause."""
 
-    def add(self, record: Record) -> None:
-        """Sorts a record of metrics.jsonl by its kind and dates it."""
-        kind = record["kind"]
+    def add(self, record: LoggedRecord | SummaryRecord) -> None:
+        """Dates a record of metrics.jsonl and keeps it."""
         self._count(record)
-        if kind == "end":
-            self.end = record  # The values of summary.json: its ``time`` is where the time went.
+        if isinstance(record, SummaryRecord):
+            self.end = record
             return
-        if (time := number(record["time"])) is not None:
-            self._date(time, is_start=kind == "start")
-        record["elapsed"] = self.elapsed
-        self.last = record
-        if kind in self.records:
-            self.records[kind].append(record)
+        if record.time is not None:
+            self._date(record.time, is_start=isinstance(record, StartRecord))
+        self.last = msgspec.structs.replace(record, elapsed=self.elapsed)
+        self.records.append(self.last)
 
-    def _count(self, record: Record) -> None:
+    def of(self, kind: type[_T]) -> list[_T]:
+        """The records of a kind."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def _count(self, record: LoggedRecord | SummaryRecord) -> None:
         """Adds up the time of steps; of a session before the last its train records tell it, up to where the next began."""
-        match record["kind"]:
-            case "start":
-                done = number(record.get("resumed_from")) or 0.0
+        match record:
+            case StartRecord():
+                done = record.resumed_from or 0
                 share = done / self.counted if self.counted else 1.0
                 self.stepped, self.open = (self.stepped + self.open) * share, 0.0
                 self.counted = done
-            case "train":
-                each, count, waited = (
-                    number(record.get(name)) or 0.0
-                    for name in ("step_seconds", "num_steps", "data_wait")
-                )
-                self.open += each * count * (1 - waited)
+            case TrainRecord():
+                count = record.num_steps or 0
+                busy = 1 - (record.data_wait or 0.0)
+                self.open += (record.step_seconds or 0.0) * count * busy
                 self.counted += count
-            case "end":
-                time = record["time"]
-                session = number(time.get("step")) if isinstance(time, Mapping) else None
-                self.open = session or self.open
+            case SummaryRecord():
+                self.open = record.time.get("step") or self.open
 
     def _date(self, time: float, *, is_start: bool) -> None:
         if self.began is None:
@@ -380,10 +410,10 @@ def slice_of(run: Run) -> Slice:
     Raises:
         NotFoundError: the catalogue has no such chip, or no slice of so many.
     """
-    start = load_run(run.path).start
-    if not start:
+    starts = load_run(run.path).starts
+    if not starts:
         raise NotFoundError(f"{run.path} has no session on record; train it first")
-    number, kind = _devices(start)
+    number, kind = _devices(starts[-1])
     chip = by_device_kind(kind)
     name = "cpu" if kind == "cpu" else chip.name if chip else ""
     if not name:
@@ -415,9 +445,9 @@ def slice_with(number: int, name: str, kind: str) -> Slice:
     )
 
 
-def _devices(start: Mapping[str, Any]) -> tuple[int, str]:
+def _devices(start: StartRecord) -> tuple[int, str]:
     """Number and kind of the devices of a session."""
-    if "num_devices" in start:
-        return start["num_devices"], start["device_kind"]
-    count, _, kind = start["devices"].partition(" x ")  # of an earlier version
+    if start.num_devices is not None and start.device_kind is not None:
+        return start.num_devices, start.device_kind
+    count, _, kind = (start.devices or "").partition(" x ")  # of an earlier version
     return int(count), kind

@@ -1,13 +1,15 @@
 """Time of a run by kind, from its records, for runs without a summary."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-Record = Mapping[str, Any]
+from systolic.runs.metrics import EvalRecord, EventRecord, TrainRecord
+
 KINDS = ("step", "data_wait", "compile", "eval", "checkpoint")
 
 
-def steps_of(train: Iterable[Record], resumed_from: int = 0) -> Iterator[tuple[Record, int]]:
+def steps_of(
+    train: Iterable[TrainRecord], resumed_from: int = 0
+) -> Iterator[tuple[TrainRecord, int]]:
     """Pairs each record with the number of steps it averages.
 
     Records of earlier versions lack the number: it is then the steps since the previous record.
@@ -17,25 +19,26 @@ def steps_of(train: Iterable[Record], resumed_from: int = 0) -> Iterator[tuple[R
     """
     before = resumed_from
     for record in train:
-        yield record, record.get("num_steps", max(record["step"] - before, 0))
-        before = record["step"]
+        steps = max(record.step - before, 0) if record.num_steps is None else record.num_steps
+        yield record, steps
+        before = record.step
 
 
 def spent(
-    train: Iterable[Record],
-    evals: Iterable[Record],
-    events: Iterable[Record],
+    train: Iterable[TrainRecord],
+    evals: Iterable[EvalRecord],
+    events: Iterable[EventRecord],
     resumed_from: int = 0,
 ) -> dict[str, float]:
     """Seconds by :data:`KINDS`; the start of the run is in none of them."""
     by_kind = dict.fromkeys(KINDS, 0.0)
     for event in events:
-        kind = "compile" if event["name"] == "recompile" else event["name"]
+        kind = "compile" if event.name == "recompile" else event.name
         if kind in ("compile", "checkpoint"):
-            by_kind[kind] += event["seconds"]
-    by_kind["eval"] = sum(record["seconds"] for record in evals)
+            by_kind[kind] += event.seconds
+    by_kind["eval"] = sum(record.seconds or 0.0 for record in evals)
     for record, steps in steps_of(train, resumed_from):
-        seconds = record["step_seconds"] * steps
-        by_kind["data_wait"] += seconds * record["data_wait"]
-        by_kind["step"] += seconds * (1 - record["data_wait"])
+        seconds, waited = (record.step_seconds or 0.0) * steps, record.data_wait or 0.0
+        by_kind["data_wait"] += seconds * waited
+        by_kind["step"] += seconds * (1 - waited)
     return by_kind

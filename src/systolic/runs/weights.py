@@ -14,9 +14,9 @@ from systolic.job import Job, Mode
 from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
 from systolic.runs.checkpoint import CheckpointStore
+from systolic.runs.job_record import JobRecord, check_revision, read_record
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.run import JOB, Run
-from systolic.runs.trust import check_revision
 from systolic.steps.steps import StepFunctions
 
 
@@ -119,10 +119,10 @@ def fingerprint(path: Path, which: str = "best") -> str:
 
     Raises: as :func:`load`.
     """
-    job, step, manifest = _described(path, which)
+    record, step, manifest = _described(path, which)
     # Reading the weights says that they are damaged, and what is read in their place.
     files = {} if manifest is None else dict(manifest.files)
-    return digest({"model": job.get("model"), "step": step, "files": files})
+    return digest({"model": record.job.get("model"), "step": step, "files": files})
 
 
 def weight_bytes(path: Path, which: str = "best") -> int:
@@ -144,23 +144,22 @@ def weight_bytes(path: Path, which: str = "best") -> int:
     return sum(sizes)
 
 
-def _described(path: Path, which: str) -> tuple[Mapping[str, Any], int, Manifest | None]:
-    """The job in a run's job.json, the step that ``which`` names, and its manifest unless that is damaged; errors as :func:`load`."""
+def _described(path: Path, which: str) -> tuple[JobRecord, int, Manifest | None]:
+    """A run's job.json, the step that ``which`` names, and its manifest unless that is damaged; errors as :func:`load`."""
     with Run.open(path) as run:
-        job = run.read_job().get("job", {})
-        rule = job.get("evaluation", {})
-        mode = Mode(rule.get("mode", "min"))
+        record = read_record(run)
+        rule = record.outline.evaluation
         with CheckpointStore(
-            run.checkpoints, metric=rule.get("metric"), mode=mode, access=Access.read
+            run.checkpoints, metric=rule.metric, mode=rule.mode, access=Access.read
         ) as store:
             step = _chosen(store, run, which)
             if not isinstance(step, int):
                 step = store.latest_step() if step is None else store.best_step()
             assert step is not None
             try:
-                return job, step, manifests.read(store.path(step))
+                return record, step, manifests.read(store.path(step))
             except DamagedError:
-                return job, step, None
+                return record, step, None
 
 
 def begin_with(path: Path, steps: StepFunctions) -> Weights:
@@ -229,14 +228,14 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
     """Folder of checkpoints, requested step, and the metric that ranks them."""
     if (path / JOB).is_file():
         with Run.open(path) as run:
-            record = run.read_job()
+            record = read_record(run)
             _check(path, record, job)
-            rule = record.get("job", {}).get("evaluation", {})
-            return run.checkpoints, None, rule.get("metric"), Mode(rule.get("mode", "min"))
+            rule = record.outline.evaluation
+            return run.checkpoints, None, rule.metric, rule.mode
     if (path / manifests.NAME).is_file() and path.name.isdigit():
         if (path.parents[1] / JOB).is_file():
             with Run.open(path.parents[1]) as run:
-                _check(path, run.read_job(), job)
+                _check(path, read_record(run), job)
         return path.parent, int(path.name), None, Mode.min
     what = "no file or folder"
     if path.exists():
@@ -246,21 +245,21 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
     )
 
 
-def _check(path: Path, record: Mapping[str, Any], job: Job) -> None:
+def _check(path: Path, record: JobRecord, job: Job) -> None:
     """Checks from a run's job.json that its weights can start a job.
 
     Raises:
         RunError: they are of another kind of model, of another base width, or of a version that read them differently.
     """
     check_revision(path, record)
-    model = record.get("job", {}).get("model", {})
-    theirs, ours = model.get("type"), type(job.model).__name__
-    if theirs is not None and theirs != ours:
+    model = record.outline.model
+    theirs, ours = model.kind, type(job.model).__name__
+    if theirs and theirs != ours:
         raise RunError(
             f"init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
         )
     for name, value in job.to_json()["model"].get("mup", {}).items():
-        before = model.get("mup", {}).get(name, 0)
+        before = (model.mup or {}).get(name, 0)
         if before != value:
             option = f"model.mup.{name.replace('_', '-')}"
             raise RunError(

@@ -19,7 +19,7 @@ from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource, kept_flags
 from systolic.runs import paths
 from systolic.runs.access import Access
-from systolic.runs.job_record import JobRecord, RunFlags, types_of
+from systolic.runs.job_record import JobRecord, RunFlags, read_record, types_of
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.training.distributed.run import open_together
@@ -124,7 +124,7 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
         return Run.open(path, access=Access.write, part=part)
 
     with open_together(path, begin, "open") as directory:
-        record = JobRecord.from_json(directory.read_job())
+        record = read_record(directory)
         recipe, _, saved = run_files.rebuild(directory, trust_code=trust, job=job)
         types = record.types if job is None else types_of(job)
         yield OpenedRun(

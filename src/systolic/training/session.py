@@ -19,7 +19,7 @@ from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs import run as run_files
 from systolic.recipes.jobs.source import JobSource, kept_flags, new_flags
 from systolic.runs.access import Access
-from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.job_record import JobRecord, RunFlags, read_record
 from systolic.runs.plan_choice import Chosen
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
@@ -423,7 +423,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
     with Run.open(path.parent.parent) as directory:
         job = run_files.rebuild(directory, trust_code=trust).job
-        record = JobRecord.from_json(directory.read_job())
+        record = read_record(directory)
         flags = kept_flags(record, record.plan)
         from systolic.inference.setup import set_up
         from systolic.training.replay import replay as again

@@ -76,7 +76,7 @@ def _trained(tuning: Tuning, search: Tuning, shared: SharedStudy, workers: int) 
         processes = Processes(
             tuning=tuning,
             shared=shared,
-            search={**search.to_json(), "repeats_of": again},
+            search=search.record(again),
             count=workers,
         )
         return replace(processes.run(), interrupted=processes.interrupted)

@@ -10,20 +10,34 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import psutil
+from msgspec import Struct
 
+from systolic.core.errors import DataError
 from systolic.tuning.engine import sqlalchemy
 
 TABLE = "systolic_claims"
 """Name of the table."""
 _WHOLE = ""
 """Key of the row that a grant locks; trials have other keys."""
+
+
+class TrialOutcome(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a worker ended a trial, in a column of its claim."""
+
+    state: Literal["COMPLETE", "PRUNED", "FAIL"]
+    """Optuna's name of the state."""
+    values: Sequence[float] | None = None
+    """Values of the objectives; None without a result."""
+    reason: str = ""
+    """Why it has no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +50,8 @@ class Claim:
     """Time since its last heartbeat."""
     is_granted: bool
     """Whether its dollars are reserved in the budget."""
-    outcome: str | None
-    """How its worker ended it, as JSON; None before."""
+    outcome: TrialOutcome | None
+    """How its worker ended it; None before."""
 
 
 class Claims:
@@ -65,7 +79,11 @@ class Claims:
                 connection.execute(self._inserted(_WHOLE, ""))
 
     def read(self) -> dict[str, Claim]:
-        """Claims by the trial's key."""
+        """Claims by the trial's key.
+
+        Raises:
+            DataError: one has a damaged outcome.
+        """
         own = self._table.c
         columns = (own.trial, own.worker, self._silence, own.is_granted, own.outcome)
         with self._engine.connect() as connection:
@@ -75,7 +93,7 @@ class Claims:
                     worker=worker,
                     silent_seconds=float(silent),
                     is_granted=bool(granted),
-                    outcome=outcome,
+                    outcome=None if outcome is None else self._outcome(outcome),
                 )
                 for trial, worker, silent, granted, outcome in rows
                 if trial != _WHOLE
@@ -119,9 +137,9 @@ class Claims:
         """Lets a trial wait whose worker is silent; False if it is no longer, or the trial is another's."""
         return self._move(trial, worker, self._silence > self._stale_seconds, worker="")
 
-    def end(self, trial: str, worker: str, outcome: Mapping[str, Any]) -> bool:
+    def end(self, trial: str, worker: str, outcome: TrialOutcome) -> bool:
         """Ends a trial, once; False if it is no longer this worker's."""
-        return self._move(trial, worker, outcome=json.dumps(outcome))
+        return self._move(trial, worker, outcome=json.dumps(msgspec.to_builtins(outcome)))
 
     @contextlib.contextmanager
     def granting(self) -> Generator[Any]:
@@ -136,6 +154,14 @@ class Claims:
     def grant(self, connection: Any, trial: str) -> None:
         """Marks a trial's dollars as reserved, in the transaction of :meth:`granting`."""
         connection.execute(self._table.update().where(*self._row(trial)).values(is_granted=True))
+
+    def _outcome(self, text: str) -> TrialOutcome:
+        try:
+            return msgspec.convert(json.loads(text), TrialOutcome)
+        except ValueError as error:
+            raise DataError(
+                f"the study {self._study} has a damaged outcome {text[:40]!r} ({error}) in its table {TABLE}; restore it from a backup, or give --study another folder"
+            ) from error
 
     @property
     def _now(self) -> Any:

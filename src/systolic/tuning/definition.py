@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from systolic import recipes
 from systolic.chips import slice
 from systolic.core.errors import OptionError, OutOfRangeError, RunError, SystolicError
@@ -18,7 +21,7 @@ from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
 from systolic.job.optimizer import Shortened
-from systolic.planning.goal import PriceTerm, priced
+from systolic.planning.goal import PriceTerm
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
@@ -47,7 +50,42 @@ PLAIN = (
     "stale_seconds",
     "seeds",
 )
-"""Fields of a search that are JSON values."""
+"""Fields of a search that its record has as they are."""
+
+
+class SearchRecord(Struct, frozen=True, kw_only=True):
+    """A search as its workers read it; fields as those of :class:`Tuning`."""
+
+    storage: str | None
+    trials: int
+    seed: int
+    steps: int | None
+    on: str | None
+    quick: bool
+    budget_usd: int | float | None
+    stale_seconds: int
+    seeds: int
+    recipe: str
+    """Name of the recipe."""
+    options: Mapping[str, Any]
+    """JSON values of its options."""
+    given: Sequence[str]
+    search: Sequence[str]
+    """Searched options as they are typed."""
+    objective: Sequence[str]
+    """Objectives as they are typed."""
+    folder: str
+    sampler: Sampler
+    pruner: Pruner
+    price: PriceTerm
+    repeats_of: int | None = None
+    """Number of the trial that is repeated; None for the search itself."""
+
+
+class _SavedJob(Struct):
+    """``job.json``, as far as it has the recipe's options."""
+
+    options: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +128,21 @@ class Tuning:
     """Seeds to repeat the best and the default settings with after the search; 0 for none."""
     repeats: Repeats | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The search as JSON values, for its workers; repeats are named by their trial."""
-        plain = {name: value for name, value in vars(self).items() if name in PLAIN}
-        return plain | {
-            "recipe": self.recipe.target,
-            "options": recipes.plain(self.options),
-            "given": sorted(self.given),
-            "search": [option.text for option in self.searched],
-            "objective": [aim.text for aim in self.aims],
-            "folder": str(self.folder),
-            "sampler": self.sampler.value,
-            "pruner": self.pruner.value,
-            "price": self.price.value,
-            "repeats_of": None,
-        }
+    def record(self, repeats_of: int | None = None) -> SearchRecord:
+        """The search for its workers, or for those that repeat the settings of a trial."""
+        return SearchRecord(
+            **{name: getattr(self, name) for name in PLAIN},
+            recipe=self.recipe.target,
+            options=recipes.plain(self.options),
+            given=sorted(self.given),
+            search=[option.text for option in self.searched],
+            objective=[aim.text for aim in self.aims],
+            folder=str(self.folder),
+            sampler=self.sampler,
+            pruner=self.pruner,
+            price=self.price,
+            repeats_of=repeats_of,
+        )
 
     def check_plain(self) -> None:
         """Checks that worker processes get the options of the recipe as they are.
@@ -123,27 +161,27 @@ class Tuning:
                 )
 
     @classmethod
-    def from_json(cls, search: Mapping[str, Any]) -> "Tuning":
-        """The search of :meth:`to_json`, without its repeats.
+    def from_record(cls, search: SearchRecord) -> "Tuning":
+        """The search of :meth:`record`, without its repeats.
 
         Raises:
             NotFoundError: there is no such recipe any more.
             RunError: the recipe has changed and takes other options.
         """
-        recipe = recipes.find(search["recipe"])
-        options = _options(recipe, search["options"])
-        is_priced = search["on"] is not None
+        recipe = recipes.find(search.recipe)
+        options = _options(recipe, search.options)
+        is_priced = search.on is not None
         return cls(
             recipe=recipe,
             options=options,
-            given=frozenset(search["given"]),
-            searched=parse(search["search"], reader(recipe)),
-            aims=objective.parse(search["objective"], recipe(options).evaluation, priced=is_priced),
-            folder=Path(search["folder"]),
-            sampler=Sampler(search["sampler"]),
-            pruner=Pruner(search["pruner"]),
-            price=PriceTerm(search["price"]),
-            **{name: search[name] for name in PLAIN},
+            given=frozenset(search.given),
+            searched=parse(search.search, reader(recipe)),
+            aims=objective.parse(search.objective, recipe(options).evaluation, priced=is_priced),
+            folder=Path(search.folder),
+            sampler=search.sampler,
+            pruner=search.pruner,
+            price=search.price,
+            **{name: getattr(search, name) for name in PLAIN},
         )
 
     @property
@@ -226,9 +264,10 @@ class Tuning:
         if not file.is_file():
             return
         try:
-            before = _dotted(job_fields(file.read_bytes()).get("options", {}))
+            saved = msgspec.convert(job_fields(file.read_bytes()), _SavedJob)
         except (OSError, ValueError):
             return  # resuming the run reports the damage
+        before = _dotted(saved.options)
         now = _dotted(json.loads(json.dumps(recipes.plain(options))))
         kept = {dashed(name) for name, value in options.items() if _is_rewritten(name, value)}
         changed = [
@@ -397,7 +436,9 @@ class Tuning:
             stopped: Why the search ended before all trials were done.
             weighed: Whether to add the importance of options, which takes a second.
         """
-        price = {} if self.on is None else priced(slice(self.on), self.price)
+        region, as_of = "", ""
+        if self.on is not None:
+            _, region, as_of = slice(self.on).rate(self.price.name)
         rows = rows_of(shared, self.trials, self.searched, self.aims, self.runs)
         result = StudyResult(
             name=self.address.name,
@@ -408,8 +449,8 @@ class Tuning:
             aims=self.aims,
             importance=importance(shared.study, self.aims, self.searched) if weighed else {},
             stopped=stopped,
-            price_region=price.get("price_region", ""),
-            price_as_of=price.get("price_as_of", ""),
+            price_region=region,
+            price_as_of=as_of,
             first_seed=None if self.repeats is None else self.base["seed"] + 1,
             has_repeats=self.seeds > 0 and self.repeats is None,
         )

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from systolic.core.errors import TakenError
 
 DATABASE = "study.db"
@@ -11,6 +14,16 @@ DEFINITION = "trials.json"
 RESULTS = "study.json"
 KEYS = {"recipe", "search"}
 """Entries that the JSON files of a study have."""
+
+
+class _SavedRow(Struct):
+    state: str
+
+
+class _SavedResults(Struct):
+    """``study.json``, as far as it says how many trials have a result."""
+
+    trials: list[_SavedRow]
 
 
 def check_free(folder: Path) -> None:
@@ -33,10 +46,11 @@ def check_free(folder: Path) -> None:
 
 def num_results(folder: Path) -> int:
     """Number of trials with a result in the folder's ``study.json``; 0 without a readable one."""
-    trials = (_read(folder / RESULTS) or {}).get("trials")
-    if not isinstance(trials, list):
+    try:
+        results = msgspec.convert(_read(folder / RESULTS), _SavedResults)
+    except msgspec.ValidationError:
         return 0
-    return sum(isinstance(row, dict) and row.get("state") == "done" for row in trials)
+    return sum(row.state == "done" for row in results.trials)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

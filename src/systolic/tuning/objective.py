@@ -41,17 +41,22 @@ class Aim:
         """Whether a value is better than another."""
         return value < than if self.mode is Mode.min else value > than
 
-    def of(self, summary: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
+    def of(
+        self, summary: Mapping[str, Any], *, dollars: float | None, parameters: int | None
+    ) -> float | None:
         """The objective's value in a trial; None if the trial has none.
 
         Args:
             summary: Summary of the trial's run.
-            known: Dollars and parameters of the trial, by name.
+            dollars: Price of its steps.
+            parameters: Size of its model.
         """
         if self.name == "seconds":
             return float(summary["time"]["step"])
-        if self.is_cost:
-            return known.get(self.name)
+        if self.name == "dollars":
+            return dollars
+        if self.name == "parameters":
+            return parameters
         value = summary["final"]["metrics"].get(f"validation_{self.name}")
         return None if value is None else float(value)
 

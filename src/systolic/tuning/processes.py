@@ -6,16 +6,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
 from systolic.core.reporter import reporter
 from systolic.core.shutdown import remembered
-from systolic.tuning.definition import Tuning
+from systolic.tuning.definition import SearchRecord, Tuning
 from systolic.tuning.results import StudyResult
 from systolic.tuning.study import SharedStudy
 
@@ -48,7 +49,7 @@ class Processes:
 
     tuning: Tuning
     shared: SharedStudy
-    search: Mapping[str, Any]
+    search: SearchRecord
     count: int
     command: Sequence[str] = COMMAND
     stopped: str = ""
@@ -95,7 +96,7 @@ class Processes:
                 f"{log} could not be written ({error.strerror}); {cure(log, error)}"
             ) from error
         with out, tempfile.TemporaryFile() as search:
-            search.write(json.dumps(self.search).encode())
+            search.write(json.dumps(msgspec.to_builtins(self.search)).encode())
             search.seek(0)
             # In its own session: Ctrl-C reaches only this process, which then stops the workers.
             return subprocess.Popen(

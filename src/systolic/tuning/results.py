@@ -14,7 +14,7 @@ from systolic.core.units import plural
 from systolic.job import Mode
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
-from systolic.tuning.study import SharedStudy
+from systolic.tuning.study import SharedStudy, TrialNotes, notes_of
 
 NEAR = 0.02
 """Share of a range, of its logarithm if it is logarithmic, within which a value is at an end."""
@@ -302,7 +302,7 @@ def rows_of(
 
 
 def _row(trial: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Path) -> TrialRow:
-    kept = trial.user_attrs
+    notes = notes_of(trial)
     values = {
         each.name: each.shown(trial.params[each.name])
         for each in searched
@@ -315,32 +315,31 @@ def _row(trial: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: 
     elif last and math.isfinite(trial.intermediate_values[last]):
         figures = {aims[0].name: trial.intermediate_values[last]}
     # The share of steps that ran; a running trial counts in full.
-    share = 1.0 if trial.state.name == "RUNNING" else kept.get("share", 1.0)
-    dollars, run = kept.get("dollars"), folder / f"{trial.number:04d}"
+    share = 1.0 if trial.state.name == "RUNNING" or notes.share is None else notes.share
+    dollars, run = notes.dollars, folder / f"{trial.number:04d}"
     return TrialRow(
         number=trial.number,
-        state=_state(trial),
+        state=_state(trial, notes),
         values=values,
         figures=figures,
-        reason=kept.get("reason", ""),
-        step=max(kept.get("steps", 0), last),
-        resumed=kept.get("begun", (0, 0))[0],
-        seconds=kept.get("seconds"),
-        dollars=None if dollars is None or _never_ran(trial) else dollars * share,
-        parameters=kept.get("parameters"),
+        reason=notes.reason,
+        step=max(notes.steps or 0, last),
+        resumed=0 if notes.begun is None else notes.begun[0],
+        seconds=notes.seconds,
+        dollars=None if dollars is None or _never_ran(trial, notes) else dollars * share,
+        parameters=notes.parameters,
         run=str(run) if run.is_dir() else "",
     )
 
 
-def _never_ran(trial: Any) -> bool:
-    waits = trial.state.name == "WAITING" and not {"share", "begun"} & set(trial.user_attrs)
-    return waits or trial.user_attrs.get("reason", "").startswith("refused")
+def _never_ran(trial: Any, notes: TrialNotes) -> bool:
+    waits = trial.state.name == "WAITING" and notes.share is None and notes.begun is None
+    return waits or notes.reason.startswith("refused")
 
 
-def _state(trial: Any) -> str:
-    reason = trial.user_attrs.get("reason", "")
+def _state(trial: Any, notes: TrialNotes) -> str:
     if trial.state.name == "PRUNED":
-        first = reason.partition(":")[0]
+        first = notes.reason.partition(":")[0]
         return first if first in ("refused", "failed") else "stopped early"
     names = {"COMPLETE": "done", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
     return names[trial.state.name]

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
 from systolic.core.files import write_json
-from systolic.tuning.claims import TABLE, Claim, Claims, is_gone
+from systolic.tuning.claims import TABLE, Claim, Claims, TrialOutcome, is_gone
 from systolic.tuning.engine import optuna, sqlalchemy
 from systolic.tuning.folder import DATABASE
 
@@ -27,12 +30,6 @@ DEFINITION = "systolic"
 """Study attribute: the definition of the search."""
 CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
 """Parts of a definition that are not in the command."""
-CLAIM = "claim"
-"""Trial attribute: key of its claim, unique, since a study that is deleted and made again has the same name and numbers."""
-WORKER = "worker"
-"""Trial attribute: the worker that has it, had it last or created it. Earlier versions kept claims here."""
-GRANTED = "granted"
-"""Trial attribute of earlier versions: its dollars are reserved in the budget."""
 UNKNOWN_WORKER = "unknown"
 """Worker of a trial that another program has started."""
 BUSY_SECONDS = 60
@@ -50,6 +47,47 @@ UNKNOWN = ("no such table", "no such column", "has no column")
 _ELSE = "restore it from a backup, or give --study another folder (and --storage, if given, another database)"
 BEATS = 4
 """Heartbeats within the time after which a trial without any is taken over."""
+
+
+class TrialNotes(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Attributes of a trial in Optuna's storage; those of another version have fewer or more."""
+
+    claim: str | None = None
+    """Key of its claim, unique, since a study that is deleted and made again has the same name and numbers."""
+    worker: str = ""
+    """The worker that has it, had it last or created it. Earlier versions kept claims here."""
+    granted: bool = False
+    """Whether its dollars are reserved in the budget, in earlier versions."""
+    begun: tuple[int, int] | None = None
+    """Step of the checkpoint that it was last started from, and how often in a row; None before its first start."""
+    share: float | None = None
+    """Share of its steps that ran; None until it has ended or is interrupted."""
+    steps: int | None = None
+    """Steps that ran."""
+    seconds: float | None = None
+    """Time that they took."""
+    forecast_seconds: float | None = None
+    """Forecast time of all steps."""
+    dollars: float | None = None
+    """Forecast price of all steps."""
+    parameters: int | None = None
+    """Size of the model."""
+    reason: str = ""
+    """Why it has no result."""
+
+
+def notes_of(record: Any) -> TrialNotes:
+    """Attributes of a trial, from Optuna's record of it.
+
+    Raises:
+        DataError: one is damaged.
+    """
+    try:
+        return msgspec.convert(record.user_attrs, TrialNotes)
+    except msgspec.ValidationError as error:
+        raise DataError(
+            f"trial {record.number} of the study has a damaged attribute ({error}); {_ELSE}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +237,7 @@ class SharedStudy:
         trials = []
         for record in records:
             # Trials of earlier versions have no key.
-            key = self._keys[record.number] = record.user_attrs.get(CLAIM, str(record.number))
+            key = self._keys[record.number] = notes_of(record).claim or str(record.number)
             claim = claims.get(key)
             if record.number < total or record.state.is_finished():
                 trials.append((_as_claimed(record, claim), claim))
@@ -250,8 +288,8 @@ class SharedStudy:
             if len(trials) >= total:
                 return None
             # Two processes at once may create one too many, which waits for a larger total.
-            kept = {CLAIM: uuid.uuid4().hex, WORKER: worker}
-            self._study.add_trial(optuna().create_trial(state=waiting, user_attrs=kept))
+            notes = msgspec.to_builtins(TrialNotes(claim=uuid.uuid4().hex, worker=worker))
+            self._study.add_trial(optuna().create_trial(state=waiting, user_attrs=notes))
 
     def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
         """A claimed trial as an Optuna trial, which draws values and takes reports.
@@ -273,8 +311,8 @@ class SharedStudy:
             own = self._id(number)
             self._storage.set_trial_state_values(own, state=optuna().trial.TrialState.RUNNING)
             record = self._storage.get_trial(own)
-            if record.user_attrs.get(WORKER) != worker:
-                self._storage.set_trial_user_attr(own, WORKER, worker)
+            if notes_of(record).worker != worker:
+                self._storage.set_trial_user_attr(own, "worker", worker)
             return record
         return None
 
@@ -304,14 +342,14 @@ class SharedStudy:
             if trial.state is not optuna().trial.TrialState.RUNNING:
                 continue
             if claim is None:
-                self._claims.adopt(key, trial.user_attrs.get(WORKER) or UNKNOWN_WORKER)
+                self._claims.adopt(key, notes_of(trial).worker or UNKNOWN_WORKER)
                 changed = True
                 continue
             gone, silent = is_gone(claim.worker), self._claims.is_silent(claim)
             if not gone and not silent:
                 continue
             if claim.outcome is not None:
-                self._tell(number, json.loads(claim.outcome))
+                self._tell(number, claim.outcome)
                 changed = True
             elif not is_busy(number):
                 release = self._claims.release if gone else self._claims.release_silent
@@ -344,30 +382,30 @@ class SharedStudy:
         if values is not None and not finite:
             reason = "failed: the value of an objective is not finite"
         if finite and not reason:
-            return self._end(trial.number, worker, {"state": "COMPLETE", "values": values})
-        return self._end(trial.number, worker, {"state": "PRUNED", "reason": reason})
+            return self._end(trial.number, worker, TrialOutcome(state="COMPLETE", values=values))
+        return self._end(trial.number, worker, TrialOutcome(state="PRUNED", reason=reason))
 
     def fail(self, trial: Any, worker: str, reason: str) -> None:
         """Ends a trial without a result, for a reason unrelated to its values."""
-        self._end(trial.number, worker, {"state": "FAIL", "reason": reason})
+        self._end(trial.number, worker, TrialOutcome(state="FAIL", reason=reason))
 
-    def _end(self, number: int, worker: str, outcome: Mapping[str, Any]) -> bool:
+    def _end(self, number: int, worker: str, outcome: TrialOutcome) -> bool:
         if not self._claims.end(self._key(number), worker, outcome):
             return False
         self._tell(number, outcome)
         return True
 
-    def _tell(self, number: int, outcome: Mapping[str, Any]) -> None:
+    def _tell(self, number: int, outcome: TrialOutcome) -> None:
         """Tells Optuna how a trial ended, unless another process has done so."""
-        if outcome.get("reason"):
-            self.note(number, reason=outcome["reason"])
+        if outcome.reason:
+            self.note(number, reason=outcome.reason)
         states = optuna().trial.TrialState
         # After the last point of a grid, Optuna stops its optimize loop, which is not used here.
         with contextlib.suppress(RuntimeError):
             self._study.tell(
                 number,
-                outcome.get("values"),
-                state=states[outcome["state"]],
+                outcome.values,
+                state=states[outcome.state],
                 skip_if_finished=True,
             )
 
@@ -400,8 +438,8 @@ def _beside(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError, OSError) as error:
+        return msgspec.convert(json.loads(file.read_text()), dict[str, Any])
+    except (ValueError, OSError) as error:
         raise DataError(
             f"{file} is damaged ({error}); remove it if the runs beside it are this study's, or give --study another folder"
         ) from error
@@ -424,15 +462,16 @@ def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) ->
 
 def _spent(record: Any, claim: Claim | None) -> float:
     """Dollars that a trial takes from the budget: for the steps that ran; for all steps while it runs, once they are reserved."""
-    kept, state = record.user_attrs, record.state.name
+    notes, state = notes_of(record), record.state.name
     if state == "RUNNING":
-        granted = (claim is not None and claim.is_granted) or GRANTED in kept
-        share = float(granted or "begun" in kept)
+        granted = (claim is not None and claim.is_granted) or notes.granted
+        share = float(granted or notes.begun is not None)
+    elif notes.share is not None:
+        share = notes.share
     else:
         # A killed trial could not note its steps.
-        waits = state == "WAITING" and "begun" not in kept
-        share = kept.get("share", 0.0 if waits else 1.0)
-    return kept.get("dollars", 0.0) * share
+        share = 0.0 if state == "WAITING" and notes.begun is None else 1.0
+    return (notes.dollars or 0.0) * share
 
 
 def _opened(where: StudyAddress) -> tuple[Any, Any]:

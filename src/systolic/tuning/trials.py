@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from systolic.chips import slice
 from systolic.core.errors import (
     LayoutError,
@@ -26,7 +28,6 @@ from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import failure
 from systolic.runs.access import is_held
-from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
 from systolic.steps.machine import LocalDevices
@@ -37,7 +38,7 @@ from systolic.tuning import sampling
 from systolic.tuning.claims import this_worker
 from systolic.tuning.definition import Tuning
 from systolic.tuning.objective import check_reported
-from systolic.tuning.study import SharedStudy
+from systolic.tuning.study import SharedStudy, TrialNotes, notes_of
 
 INTERRUPTED = "interrupted"
 """Why a worker stopped that a signal ended."""
@@ -175,15 +176,15 @@ class TrialWorker:
             refused, source = self._source(tuning.values(trial))
             if not refused:
                 tuning.check_run(number, source.options)
-            known = dict(record.user_attrs)
+            notes = notes_of(record)
             if not refused and tuning.on is not None:
-                refused = self._forecast(record, source.job, known)
+                refused, notes = self._forecast(record, source.job, notes)
             if refused:
                 shared.finish(trial, worker, None, refused)
                 return ""
             if not shared.owns(record.number, worker):
                 return self._give_up(number)
-            if lost := self._lost(record):
+            if lost := self._lost(number, notes):
                 self._note_taken(trial, source.job.steps)
                 shared.fail(trial, worker, lost)
                 return lost
@@ -215,12 +216,13 @@ class TrialWorker:
                     raise
                 self._note_taken(trial, watcher.last)
                 return self._out_of_memory(trial)
-            return self._judge(trial, result, watcher, known)
+            return self._judge(trial, result, watcher, notes)
 
     def _out_of_memory(self, trial: Any) -> str:
         """Ends a trial that ran out of device memory; returns the reason if it is not attributed to the settings, or an empty string."""
         reason = "out of memory on this machine's devices"
-        if any("steps" in other.user_attrs for other in self.shared.trials(self.tuning.trials)):
+        trials = self.shared.trials(self.tuning.trials)
+        if any(notes_of(other).steps is not None for other in trials):
             self.shared.finish(trial, this_worker(), None, f"failed: {reason}")
             return ""
         # No trial has trained yet: other processes may hold the memory.
@@ -235,7 +237,7 @@ class TrialWorker:
         with contextlib.suppress(SystolicError):  # it has no run
             run = load_run(self.tuning.run(trial.number))
             # A bad step has no train record.
-            if steps := max(run.step, int(number(run.last.get("step")) or 0)):
+            if steps := max(run.step, 0 if run.last is None else run.last.step):
                 notes = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
         self.shared.note(trial.number, **notes)
 
@@ -246,13 +248,13 @@ class TrialWorker:
         )
         return ""
 
-    def _lost(self, record: Any) -> str:
+    def _lost(self, number: int, notes: TrialNotes) -> str:
         """Why a trial is given up (its process died repeatedly after the same checkpoint), or an empty string."""
-        steps = (self.tuning.run(record.number) / "checkpoints").glob("[0-9]*")
+        steps = (self.tuning.run(number) / "checkpoints").glob("[0-9]*")
         at = max((int(path.name) for path in steps if path.name.isdigit()), default=0)
-        before, times = record.user_attrs.get("begun", (at, 0))
+        before, times = notes.begun or (at, 0)
         times = times + 1 if before == at else 1
-        self.shared.note(record.number, begun=(at, times))
+        self.shared.note(number, begun=(at, times))
         if times <= BEGUN:
             return ""
         return (
@@ -268,15 +270,15 @@ class TrialWorker:
             return f"refused: {error}", JobSource(recipe=self.tuning.recipe, options={})
         return "", source
 
-    def _forecast(self, record: Any, job: Job, known: dict[str, Any]) -> str:
-        """Forecasts a trial on the slice and stores its dollars; returns why it is refused, or an empty string.
+    def _forecast(self, record: Any, job: Job, notes: TrialNotes) -> tuple[str, TrialNotes]:
+        """Forecasts a trial on the slice and stores its dollars; returns why it is refused, or an empty string, and its attributes.
 
         Raises:
             OverBudgetError: it would cost more than is left of the budget.
         """
         tuning = self.tuning
         assert tuning.on is not None
-        if "dollars" not in known:
+        if notes.dollars is None:
             # Learning rate and seed do not change a step's time: trials that differ only in these share one compile.
             alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
             on = slice(tuning.on)
@@ -285,40 +287,46 @@ class TrialWorker:
                     replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
                 )
             except (OptionError, LayoutError) as error:
-                return f"refused: {error}"
+                return f"refused: {error}", notes
             if not forecast.fits:
-                need = (forecast.rejected or {}).get("need_bytes")
+                need = forecast.need_bytes
                 has = gibibytes(forecast.capacity_bytes)
                 memory = (
                     f"{gibibytes(need)} per device needed, {has} available"
                     if need
                     else f"{has} per device available"
                 )
-                return f"refused: does not fit {tuning.on} ({memory})"
+                return f"refused: does not fit {tuning.on} ({memory})", notes
             seconds, price = forecast.step_seconds, hourly(on, tuning.price)
-            known["forecast_seconds"] = None if seconds is None else seconds * job.steps
+            known: dict[str, Any] = {
+                "forecast_seconds": None if seconds is None else seconds * job.steps
+            }
             if seconds is not None and price is not None:
                 known["dollars"] = price * seconds * job.steps / HOUR
-        self.shared.note(
-            record.number,
             # The dollars last, since a trial that has them is not forecast again.
-            **{name: known[name] for name in ("forecast_seconds", "dollars") if name in known},
-        )
-        self._check_budget(record, known)
-        return ""
+            self.shared.note(record.number, **known)
+            notes = msgspec.structs.replace(notes, **known)
+        self._check_budget(record, notes.dollars)
+        return "", notes
 
-    def _check_budget(self, record: Any, known: Mapping[str, Any]) -> None:
+    def _check_budget(self, record: Any, usd: float | None) -> None:
+        """Reserves a trial's dollars.
+
+        Raises:
+            OptionError: it has none.
+            OverBudgetError: they are more than is left.
+        """
         budget = self.tuning.budget_usd
         if budget is None:
             return
-        if "dollars" not in known:
+        if usd is None:
             raise OptionError(
                 f"--budget is ${budget:g}, and {self.tuning.on} has no price or no forecast of the step's time; leave --budget out"
             )
-        left = self.shared.grant(record, known["dollars"], budget)
-        if known["dollars"] > left:
+        left = self.shared.grant(record, usd, budget)
+        if usd > left:
             raise OverBudgetError(
-                f"the next trial costs {dollars(known['dollars'])}, and {dollars(max(left, 0))} of {dollars(budget)} is left; raise --budget to continue"
+                f"the next trial costs {dollars(usd)}, and {dollars(max(left, 0))} of {dollars(budget)} is left; raise --budget to continue"
             )
 
     def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
@@ -337,7 +345,7 @@ class TrialWorker:
         return start(source, options, audience, run=run)
 
     def _judge(
-        self, trial: Any, result: TrainResult, watcher: "TrialWatcher", known: Mapping[str, Any]
+        self, trial: Any, result: TrainResult, watcher: "TrialWatcher", notes: TrialNotes
     ) -> str:
         """Ends a trial with its run's summary; returns why it has no result, or an empty string.
 
@@ -359,10 +367,9 @@ class TrialWorker:
         if watcher.reason:
             shared.finish(trial, worker, None, watcher.reason)
             return ""
-        figures = {**known, **watcher.known}
-        if "dollars" in figures:
-            figures["dollars"] *= share
-        values = [aim.of(summary, figures) for aim in self.tuning.aims]
+        usd = None if notes.dollars is None else notes.dollars * share
+        size = notes.parameters if watcher.parameters is None else watcher.parameters
+        values = [aim.of(summary, dollars=usd, parameters=size) for aim in self.tuning.aims]
         missing = [
             aim.name for aim, value in zip(self.tuning.aims, values, strict=True) if value is None
         ]
@@ -400,14 +407,15 @@ class TrialWatcher:
     started: bool = False
     reason: str = ""
     """Why the run was ended here; empty if it was not."""
-    known: dict[str, float] = field(default_factory=dict)
+    parameters: int | None = None
+    """Size of the model, from the run's first record."""
 
     def see(self, record: Mapping[str, Any]) -> None:
         """See :class:`systolic.training.watch.Watcher`."""
         if record["kind"] == "start":
             self.started = True
-            self.known["parameters"] = record["num_parameters"]
-            self.note(parameters=record["num_parameters"])
+            self.parameters = record["num_parameters"]
+            self.note(parameters=self.parameters)
         elif record["kind"] == "eval" and self.reports:
             self._evaluated(record)
         elif record["kind"] == "train" and self.taken.is_set() and record["step"] < self.last:

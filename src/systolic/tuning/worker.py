@@ -3,15 +3,19 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING
 
-from systolic.core.errors import SystolicError
+import msgspec
+
+from systolic.core.errors import RunError, SystolicError
 from systolic.core.machine import end_with, set_up_xla
 from systolic.core.reporter import Reporter, reporting
 from systolic.core.shutdown import TerminatedError, leave
 from systolic.tuning.processes import INTERRUPTED, LINE, STOPPED, TERMINATED
+
+if TYPE_CHECKING:
+    from systolic.tuning.definition import SearchRecord
 
 
 class LogReporter(Reporter):
@@ -22,18 +26,18 @@ class LogReporter(Reporter):
         print(text, flush=True)
 
 
-def work(search: Mapping[str, Any]) -> int:
+def work(search: "SearchRecord") -> int:
     """Runs trials of a search; returns the exit code: 3 if it stopped early, with the reason on the last line.
 
     Args:
-        search: As :meth:`systolic.tuning.definition.Tuning.to_json` writes it.
+        search: The search, or its repeats.
     """
     from systolic.tuning.definition import Tuning
     from systolic.tuning.trials import INTERRUPTED as BY_SIGNAL
     from systolic.tuning.trials import TrialWorker
 
-    tuning = Tuning.from_json(search)
-    if (number := search["repeats_of"]) is not None:
+    tuning = Tuning.from_record(search)
+    if (number := search.repeats_of) is not None:
         with closing(tuning.open()) as searched:
             tuning = tuning.repeating(searched, number)
     with closing(tuning.open()) as shared:
@@ -46,11 +50,27 @@ def work(search: Mapping[str, Any]) -> int:
     return INTERRUPTED if worker.stopped == BY_SIGNAL else STOPPED
 
 
+def read(text: str) -> "SearchRecord":
+    """Reads a search.
+
+    Raises:
+        RunError: it is damaged, or of another version.
+    """
+    from systolic.tuning.definition import SearchRecord
+
+    try:
+        return msgspec.convert(json.loads(text), SearchRecord)
+    except ValueError as error:
+        raise RunError(
+            f"the search on stdin is damaged ({error}); start workers by systolic tune"
+        ) from error
+
+
 def main() -> int:
     """Reads the search and runs its trials; an error is one line on stderr."""
     try:
         with reporting(LogReporter()):
-            return work(json.load(sys.stdin))
+            return work(read(sys.stdin.read()))
     except SystolicError as error:
         print(f"{LINE}{error}", file=sys.stderr)
         return error.exit_code

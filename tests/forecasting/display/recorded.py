@@ -1,19 +1,21 @@
 """Forecasts made of recorded answers of the compiler, in no time and with no compiler."""
 
 import gzip
-import json
 import tempfile
 from functools import cache
 from pathlib import Path
 
+import msgspec
+
 from systolic.chips import slice
 from systolic.compiling import Compiled, Rejected
-from systolic.compiling.outcome import HLO, REPORT, Buffer
+from systolic.compiling.outcome import HLO, REPORT, Buffer, CompileReport
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.forecast import bill_of
 from systolic.forecasting.run import of_outcome
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
+from tests.recorded import hlo
 
 FOLDER = Path(__file__).parents[2] / "recorded" / "hlo"
 ON = slice("v5e-4")
@@ -48,7 +50,7 @@ def refused() -> Forecast:
         kind="saved activation",
     )
     small = Buffer(bytes=1 << 30, op="state.params['embedding']", shape="f32[32768,8192]")
-    report = json.loads((FOLDER / "lm-scoped-v5e-4.json").read_text())
+    report = msgspec.convert(hlo.report("lm-scoped-v5e-4"), CompileReport)
     outcome = Rejected(
         space="hbm",
         need_bytes=(20 << 30) + (1 << 29),

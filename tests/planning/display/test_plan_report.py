@@ -25,6 +25,7 @@ from systolic.report.charts import COLOURS
 from systolic.report.figures import Tone
 from systolic.report.terminal import plain
 from tests.planning.fabricated import GOAL, candidate, plan, tried
+from tests.recorded import hlo
 from tests.training.display.test_page import Page
 
 PATH = Path("plan.json")
@@ -265,8 +266,11 @@ def test_places_come_from_the_compiled_program(tmp_path: Path) -> None:
     assert places(one, tmp_path) == []
     named = replace(one, forecast=replace(one.forecast, compiler={"program": "abcd"}))
     assert places(named, tmp_path) == []
-    write_json(tmp_path / "programs" / "ab" / "abcd" / "report.json", {"places": [[0, 0, 0, 0, 0]]})
-    assert places(named, tmp_path) == [[0, 0, 0, 0, 0]]
+    report = hlo.report("lm-v5e-4")
+    write_json(tmp_path / "programs" / "ab" / "abcd" / "report.json", report)
+    assert places(named, tmp_path) == report["places"]
+    write_json(tmp_path / "programs" / "ab" / "abcd" / "report.json", {"places": []})
+    assert places(named, tmp_path) == []
 
 
 def test_the_torus_colours_what_talks_along_an_axis() -> None:

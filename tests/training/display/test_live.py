@@ -11,6 +11,8 @@ from rich.console import Console
 
 from systolic.report.progress import ProgressLine
 from systolic.report.terminal import BoundedCurve, can_redraw, one_line, sparkline
+from systolic.runs.job_record import JobRecord
+from systolic.runs.metrics import FinalRecord, StartRecord, SummaryRecord
 from systolic.runs.record import RunRecord
 from systolic.training.display.live import MAX_LINES, Live, Screen
 from systolic.training.display.plain import Plain, headline
@@ -250,18 +252,19 @@ def test_a_stage_that_counts_has_a_line_a_minute_in_a_log() -> None:
 
 def test_adapters_are_headed_as_a_part_of_their_model() -> None:
     whole = {"name": "sft", "num_parameters": 134_500_000, "total_parameters": 134_500_000}
-    assert headline(whole) == "sft · 134 M parameters"
+    assert headline(StartRecord(**whole)) == "sft · 134 M parameters"
     adapted = whole | {"num_parameters": 4_880_000}
-    assert headline(adapted) == "sft · 4.88 M parameters trained, of 134 M"
-    assert headline({"name": "sft", "num_parameters": 5}) == "sft · 5 parameters", "of before"
+    assert headline(StartRecord(**adapted)) == "sft · 4.88 M parameters trained, of 134 M"
+    assert headline(StartRecord(name="sft", num_parameters=5)) == "sft · 5 parameters", "of before"
 
 
 def test_a_run_is_headed_by_the_metric_that_it_is_ranked_by() -> None:
     metrics = {"validation_loss": 0.5, "validation_mae": 0.25, "validation_accuracy": 0.5}
-    summary = {"steps": 1, "time": {}, "final": {"loss": 0.4, "metrics": metrics}}
+    final = FinalRecord(loss=0.4, metrics=metrics)
+    summary = SummaryRecord(steps=1, time={}, final=final)
 
     def sentence(metric: str) -> str:
-        job = {"job": {"evaluation": {"metric": metric}}}
+        job = JobRecord(job={"evaluation": {"metric": metric}})
         return judge(RunRecord(path=Path("runs/a"), job=job, summary=summary)).sentence
 
     assert sentence("mae") == "Validation mae 0.2500."

@@ -51,8 +51,8 @@ def test_a_run_without_a_summary_is_unfinished(tmp_path: Path, whole: list[dict]
     run = load_run(write_run(tmp_path, whole[:200]))
     assert run.state is State.unfinished
     assert judge(run).tone is Tone.neutral
-    assert f"step {run.train[-1]['step']} of 600" in judge(run).sentence
-    assert run.final_metrics["validation_loss"] == run.evals[-1]["metrics"]["loss"]
+    assert f"step {run.train[-1].step} of 600" in judge(run).sentence
+    assert run.final_metrics["validation_loss"] == run.evals[-1].metrics["loss"]
     assert dict(commands(run))["continue from the last checkpoint"].startswith(
         "systolic train --res"
     )

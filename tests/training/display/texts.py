@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from systolic.runs.metrics import summary_of
 from systolic.runs.record import RunRecord, load_run
 from systolic.training.display.live import Screen
 from systolic.training.display.plain import Plain
@@ -22,7 +23,7 @@ def loaded(lines: list[dict], end: dict | None) -> RunRecord:
     """A run read from a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         run = load_run(fabricate_run.write_run(Path(folder), lines, end))
-        return replace(run, path=PATH, summary=end)
+        return replace(run, path=PATH, summary=None if end is None else summary_of(end))
 
 
 def log() -> str:

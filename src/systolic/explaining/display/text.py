@@ -349,7 +349,7 @@ def show_remedies(explanation: StepExplanation, verb: str, *, as_json: bool) -> 
 def show_attempts(explanation: StepExplanation, *, as_json: bool) -> int:
     """Prints the command of a layout that fits, or that none does; returns the exit code."""
     last, fit = (explanation.attempts[-1] if explanation.attempts else None), explanation.fit
-    typed = None
+    typed, short = None, explanation.forecast.rejected
     if last is not None and fit is not None:
         settings = fit.candidate.settings(explanation.job)
         if not last.same_result:
@@ -362,7 +362,7 @@ def show_attempts(explanation: StepExplanation, *, as_json: bool) -> int:
                 "kind": ExplainedKind.forecast.value,
                 "slice": explanation.on.name,
                 "fits": False,
-                "rejected": explanation.forecast.rejected,
+                "rejected": short and short.to_json(),
                 "attempts": [attempt.to_json() for attempt in explanation.attempts],
                 "command": typed,
             }

@@ -141,6 +141,7 @@ def show_program(explanation: "ProgramExplanation", *, json: bool = False) -> in
         step_title,
     )
     from systolic.forecasting.display.text import print_forecast
+    from systolic.forecasting.display.view import print_next
 
     step = explanation.forecast
     if json:
@@ -158,7 +159,7 @@ def show_program(explanation: "ProgramExplanation", *, json: bool = False) -> in
                 "bound": step.bound.value,
                 "given": list(step.given),
                 "calibration": calibration_name(step),
-                "rejected": step.rejected,
+                "rejected": step.rejected and step.rejected.to_json(),
                 "causes": [plain(cause) for cause in explanation.causes],
                 "notes": list(step.notes),
             }
@@ -169,6 +170,7 @@ def show_program(explanation: "ProgramExplanation", *, json: bool = False) -> in
         print_causes(step_title(step, step.recipe), explanation.causes, remarks=remarks)
     else:
         print_forecast(step)
+        print_next(step)
     return 0 if step.fits else 1
 
 

@@ -151,7 +151,7 @@ def tiles(forecast: Forecast) -> list[Tile]:
         Tile(label=name, value=text, small=readings.interval(forecast) if name == "step" else "")
         for name, text in readings.speed(forecast)
     ]
-    if need := readings.needed(forecast):
+    if need := forecast.need_bytes:
         share = figures.percent(need / forecast.capacity_bytes) if forecast.capacity_bytes else ""
         shown.append(Tile(label="peak memory", value=gibibytes(need), small=share))
     if forecast.timeline is not None:
@@ -274,16 +274,16 @@ def refused(forecast: Forecast) -> dict[str, Any] | None:
     rejected = forecast.rejected
     if rejected is None:
         return None
-    need, have = int(rejected.get("need_bytes") or 0), forecast.capacity_bytes
+    need, have = rejected.need_bytes, forecast.capacity_bytes
     return {
         "need": gibibytes(need) if need else "more than that",
         "have": gibibytes(have),
         "share": have / need if need > have else 1.0,
         "buffers": [
-            (gibibytes(b["bytes"]), b["kind"], b["shape"], b["op"], b["source"])
-            for b in rejected.get("buffers") or []
-        ][:BUFFERS],
-        "remedies": [str(text) for text in rejected.get("remedies") or []],
+            (gibibytes(b.bytes), b.kind, b.shape, b.op, b.source)
+            for b in rejected.buffers[:BUFFERS]
+        ],
+        "remedies": list(rejected.remedies),
     }
 
 

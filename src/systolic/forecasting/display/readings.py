@@ -53,9 +53,9 @@ class Portion:
 
 def verdict(forecast: Forecast) -> Verdict:
     """Verdict on the memory: whether the step fits, and by how much."""
-    need, have = needed(forecast), forecast.capacity_bytes
+    need, have = forecast.need_bytes, forecast.capacity_bytes
     if not forecast.fits:
-        space = (forecast.rejected or {}).get("space", "hbm")
+        space = "hbm" if forecast.rejected is None else forecast.rejected.space
         where = "" if space == "hbm" else f" of {space}"
         if not need:
             return Verdict(
@@ -81,13 +81,6 @@ def verdict(forecast: Forecast) -> Verdict:
 
 def _first(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
-
-
-def needed(forecast: Forecast) -> int:
-    """Peak bytes of one device; 0 if unknown."""
-    if forecast.memory is not None:
-        return forecast.memory.peak_bytes
-    return int((forecast.rejected or {}).get("need_bytes") or 0)
 
 
 def bound(forecast: Forecast) -> str:

@@ -65,7 +65,7 @@ def _cells(row: ForecastRow) -> dict[str, str]:
     forecast = row.forecast
     if forecast is None:
         return first
-    need = readings.needed(forecast)
+    need = forecast.need_bytes
     speed = dict(readings.speed(forecast))
     unit, scale = readings.SCALES.get(forecast.unit, ("million calls", 1e6))
     usd = None if row.usd_per_unit is None else row.usd_per_unit * scale

@@ -109,7 +109,7 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
 
 
 def _memory(forecast: Forecast, width: int) -> list[Text]:
-    need, have = readings.needed(forecast), forecast.capacity_bytes
+    need, have = forecast.need_bytes, forecast.capacity_bytes
     if not need:
         return []
     origin = readings.memory_origin(forecast).value
@@ -201,22 +201,20 @@ def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
 
 def _refused(forecast: Forecast, width: int) -> list[Text]:
     """The largest buffers of a step that does not fit."""
-    refused = forecast.rejected or {}
-    buffers = list(refused.get("buffers") or [])
+    buffers = () if forecast.rejected is None else forecast.rejected.buffers
     if not buffers:
         return [_row("largest", "the compiler names no buffers")]
     head = Text(f"{'largest':<{INDENT}}", style="bold")
     head.append(f"{'bytes':>9}  shape, what it is, op", "dim")
     shown = [head]
-    same = Counter(tuple(sorted(buffer.items())) for buffer in buffers)
-    for facts, number in list(same.items())[:BUFFERS]:
-        buffer = dict(facts)
-        line = Text(f"{'':<{INDENT}}").append(f"{gibibytes(buffer['bytes']):>9}", "bold")
+    same = Counter((b.bytes, b.shape, b.kind, b.op, b.source) for b in buffers)
+    for (size, shape, kind, op, source), number in list(same.items())[:BUFFERS]:
+        line = Text(f"{'':<{INDENT}}").append(f"{gibibytes(size):>9}", "bold")
         line.append(f" × {number}" if number > 1 else "")
-        parts = (buffer["shape"].split("{")[0], buffer["kind"], _tail(buffer["op"], 60))
+        parts = (shape.split("{")[0], kind, _tail(op, 60))
         line.append("  " + "  ".join(part for part in parts if part))
-        if buffer["source"]:
-            line.append(f"  {_tail(buffer['source'], 30)}", "dim")
+        if source:
+            line.append(f"  {_tail(source, 30)}", "dim")
         shown.append(line)
     return shown
 

@@ -82,9 +82,14 @@ def show_step(
         _print_changes(result)
     for kind, path in written.items():
         print(f"{kind:<9}{path}")
-    for remedy in (result.rejected or {}).get("remedies", ()):
-        print(f"{'next':<9}{remedy}")
+    print_next(result)
     return 0 if result.fits else 1
+
+
+def print_next(forecast: "Forecast") -> None:
+    """Prints a line for each way to make a step fit that does not."""
+    for remedy in () if forecast.rejected is None else forecast.rejected.remedies:
+        print(f"{'next':<9}{remedy}")
 
 
 def show_server(result: "ServingForecast", *, json: bool = False) -> int:

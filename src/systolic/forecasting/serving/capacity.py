@@ -352,8 +352,7 @@ class _Server:
         else:
             self.beyond = min(rows, self.beyond or rows)
             if not forecast.fits:
-                need = int((forecast.rejected or {}).get("need_bytes", 0))
-                self.excess_bytes = max(need - forecast.capacity_bytes, 0)
+                self.excess_bytes = max(forecast.need_bytes - forecast.capacity_bytes, 0)
 
     def chooses(self, key: Key, forecast: Forecast) -> bool:
         """Whether what a step leaves on the device has room beside the weights, the choice of its tokens included."""
@@ -453,7 +452,7 @@ class _Server:
             load=self.load,
             layout=self.axes,
             program=self.steps.name,
-            attention=facts(first).get("attention", ""),
+            attention=facts(first).attention,
             origin=first.origin,
             memory=memory,
             steps=steps,
@@ -491,7 +490,7 @@ class _Server:
                 f"{self.on.name} has no rates in the catalogue, so that no step has a time; forecast for another slice"
             )
         kinds: Mapping[str, int] = forecast.memory.by_kind if forecast.memory else {}
-        need = int((forecast.rejected or {}).get("need_bytes", 0))
+        need = forecast.need_bytes
         weights = min(kinds.get("parameters", 0), need)
         memory = ServingMemory(
             capacity_bytes=forecast.capacity_bytes,
@@ -539,10 +538,10 @@ def floor_seconds(forecast: Forecast) -> float | None:
     if chip.hbm_bytes_per_second is None:
         return None
     rate = chip.hbm_bytes_per_second / (chip.devices_per_chip or 1)
-    cache = known["cache_bytes"] if known["verb"] == "decode" else 0.0
-    moving = (known["weight_bytes"] + cache) / rate
+    cache = known.cache_bytes if known.verb == "decode" else 0.0
+    moving = (known.weight_bytes + cache) / rate
     peak = chip.peak_bf16_flops_per_second or math.inf
-    if known.get("int8_products"):
+    if known.int8_products:
         peak = max(peak, chip.peak_int8_ops_per_second or peak)
     computing = (forecast.model_flops or 0.0) / (peak * forecast.on.num_chips)
     return max(moving, computing)
@@ -638,9 +637,8 @@ def _few_layers(
         say=lambda stage: watch(f"{layers} layers: {stage}"),
     )
     if not forecast.fits or forecast.step_seconds is None:
-        need = (forecast.rejected or {}).get("need_bytes")
         raise OptionError(
-            f"{layers} layers of {model.layers} need {need} bytes, more than a device of {on.name} has; take a larger slice"
+            f"{layers} layers of {model.layers} need {forecast.need_bytes} bytes, more than a device of {on.name} has; take a larger slice"
         )
     return forecast
 

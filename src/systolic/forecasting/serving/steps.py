@@ -6,10 +6,11 @@ Least seconds and memory of a server's steps by its model's sizes, before anythi
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from systolic.chips import Slice
 from systolic.compiling import PagedProgram, Program, ServingProgram
+from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
 from systolic.forecasting.serving.forecast import Load, StepTimes
@@ -227,17 +228,17 @@ class EngineSteps:
 
     def weights_bytes(self, decode: Forecast) -> int:
         """See :class:`ServerSteps`."""
-        return int(facts(decode)["stored_bytes"])
+        return int(facts(decode).stored_bytes)
 
     def page_bytes(self, decode: Forecast) -> int:
         """See :class:`ServerSteps`."""
-        return facts(decode)["page_bytes"]
+        return facts(decode).page_bytes
 
     def temporary_bytes(self, key: Key, forecast: Forecast) -> int:
         """Bytes as the server counts them: of the step or of the choice by all settings, and the logits that it begins with."""
         assert forecast.memory is not None
         program, known = self.program(key), facts(forecast)
-        kept = known["stored_bytes"] + program.num_pages * known["page_bytes"]
+        kept = known.stored_bytes + program.num_pages * known.page_bytes
         logits = (program.rows or 1) * _vocab(self.job) * LOGIT_BYTES
         chosen = self.least_temporary_bytes(program.rows or 1)
         return max(forecast.memory.peak_bytes - int(kept) + logits, chosen)
@@ -311,7 +312,7 @@ class BatchSteps:
     def page_bytes(self, decode: Forecast) -> int:
         """See :class:`ServerSteps`."""
         assert decode.memory is not None
-        positions = facts(decode)["batch_size"] // self.replicas * self.context(1)
+        positions = facts(decode).batch_size // self.replicas * self.context(1)
         return decode.memory.by_kind.get("cache", 0) // positions * self.page_size
 
     def temporary_bytes(self, key: Key, forecast: Forecast) -> int:
@@ -336,10 +337,10 @@ class BatchSteps:
         return [CACHE, *([WHOLE] if self.load.chunks > 1 else [])]
 
 
-def facts(forecast: Forecast) -> Mapping[str, Any]:
+def facts(forecast: Forecast) -> ProgramFacts:
     """Facts of a program before its compile."""
     assert forecast.answer is not None
-    return forecast.answer.report["program"]
+    return forecast.answer.report.program
 
 
 def _padded(tokens: int, page_size: int) -> int:

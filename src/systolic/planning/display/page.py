@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from systolic.chips import Slice
-from systolic.compiling.outcome import REPORT
+from systolic.compiling.outcome import read_report
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
-from systolic.core.store import Store, cache_home, read_json
+from systolic.core.store import Store, cache_home
 from systolic.job import Axis, Layout
 from systolic.planning.display import readings
 from systolic.planning.display.progress import result
@@ -450,6 +450,6 @@ def places(trial: Trial, root: Path) -> Sequence[Sequence[int]]:
         return []
     folder = Store("programs", root).path(program)
     try:
-        return read_json(folder / REPORT)["places"]
-    except (SystolicError, OSError, KeyError):
+        return read_report(folder).places
+    except SystolicError:
         return []

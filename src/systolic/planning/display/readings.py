@@ -136,7 +136,7 @@ def memory(trial: Trial) -> str:
     forecast = trial.forecast
     if forecast is None:
         return figures.MISSING
-    need, have = readings.needed(forecast), forecast.capacity_bytes
+    need, have = forecast.need_bytes, forecast.capacity_bytes
     return f"{need / GIB:.2f} of {have / GIB:.2f} GiB" if have else f"{need / GIB:.2f} GiB"
 
 
@@ -203,7 +203,7 @@ def _row(rank: int, trial: Trial, best: Trial, pareto: bool) -> RankingRow:
     forecast, total = trial.forecast, trial.total
     assert forecast is not None
     assert total is not None
-    need, have = readings.needed(forecast), forecast.capacity_bytes
+    need, have = forecast.need_bytes, forecast.capacity_bytes
     return RankingRow(
         rank=rank,
         trial=trial,
@@ -334,7 +334,7 @@ def _nearest_failed(plan: Plan, failed: Sequence[Trial]) -> str:
             return 0, plan.goal.excess(trial.total), name
         if trial.forecast is not None:
             have = trial.forecast.capacity_bytes
-            return 1, readings.needed(trial.forecast) / have if have else 0.0, name
+            return 1, trial.forecast.need_bytes / have if have else 0.0, name
         return 2, 0.0, name
 
     trial = min(failed, key=miss)

@@ -18,9 +18,8 @@ from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
 from systolic.runs import paths, trust
-from systolic.runs.job_record import JobRecord, job_from_json
+from systolic.runs.job_record import JobRecord, check_revision, job_from_json, read_record
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
-from systolic.runs.trust import check_revision
 
 
 class Rebuilt(NamedTuple):
@@ -111,9 +110,8 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
         RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
             weights mean something else in this version.
     """
-    plain = run.read_job()
-    check_revision(run.path, plain)
-    record = JobRecord.from_json(plain)
+    record = read_record(run)
+    check_revision(run.path, record)
     if job is None:
         recipe = _recipe(run, record, trust_code=trust_code)
     elif record.recipe is None:

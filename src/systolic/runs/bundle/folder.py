@@ -40,6 +40,7 @@ from systolic.runs.bundle.record import (
     FORMAT,
     KIND,
     PLAIN_FORMAT,
+    BundleHead,
     BundleRecord,
     FileRecord,
     seal,
@@ -147,11 +148,12 @@ def open_bundle(folder: Path) -> Bundle:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged ({error}); import the model again") from error
-    if not isinstance(plain, dict) or plain.get("kind") != KIND:
+    head = msgspec.convert(plain, BundleHead) if isinstance(plain, dict) else BundleHead()
+    if head.kind != KIND:
         raise DataError(f"{file} was not written by systolic import; import the model again")
-    if not isinstance(plain.get("format"), int) or plain["format"] > FORMAT:
+    if not isinstance(head.format, int) or head.format > FORMAT:
         raise RunError(
-            f"{folder} is a Bundle of format {plain.get('format')}, written by Systolic {plain.get('systolic')}, and this version reads up to {FORMAT}; upgrade with pip install -U systolic"
+            f"{folder} is a Bundle of format {head.format}, written by Systolic {head.systolic}, and this version reads up to {FORMAT}; upgrade with pip install -U systolic"
         )
     try:
         record = msgspec.convert(plain, BundleRecord)
@@ -296,15 +298,12 @@ class BundleDraft:
 
     def describe(self, **about: Any) -> Bundle:
         """Writes bundle.json and opens the draft, still under its temporary name."""
-        # Only a reader that knows the job prepares inputs as the run did, and codes are no weights.
-        own = about.get("job") is not None or about.get("quantization")
         record = BundleRecord(
-            kind=KIND,
-            format=FORMAT if own else PLAIN_FORMAT,
-            files=self._files,
-            versions=versions(),
-            **about,
+            kind=KIND, format=PLAIN_FORMAT, files=self._files, versions=versions(), **about
         )
+        # Only a reader that knows the job prepares inputs as the run did, and codes are no weights.
+        if record.job is not None or record.quantization:
+            record = msgspec.structs.replace(record, format=FORMAT)
         write_json(self.folder / MANIFEST, sealed(msgspec.to_builtins(record)))
         return open_bundle(self.folder)
 

@@ -85,6 +85,15 @@ class Recorded(msgspec.Struct, frozen=True):
     """``cpu``, ``gpu`` or ``tpu``."""
 
 
+class BundleHead(msgspec.Struct, frozen=True):
+    """Entries of a bundle.json of any version, which tell whether this one reads it."""
+
+    kind: Any = None
+    format: Any = None
+    systolic: Any = None
+    """Version that wrote it."""
+
+
 class BundleRecord(msgspec.Struct, frozen=True):
     """Content of bundle.json."""
 

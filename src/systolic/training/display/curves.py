@@ -7,7 +7,8 @@ from typing import Any
 
 from systolic.report import charts, figures
 from systolic.report.charts import Chart, LegendKey, Plot, PlotAxis, PlotLine, Points
-from systolic.runs.record import Record, RunRecord, loss_of
+from systolic.runs.metrics import TrainRecord, loss_of
+from systolic.runs.record import RunRecord
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""
@@ -26,9 +27,9 @@ class Series:
     key: str
     title: str
     unit: str
-    value: Callable[[Record], Any]
+    value: Callable[[TrainRecord], float | None]
     """Value of a train record, in the unit of the axis; ``None`` if absent."""
-    text: Callable[[Record], str]
+    text: Callable[[TrainRecord], str]
     """Text of the value for the read-out."""
     metric: str | None = None
     """Name of the quantity in evaluations."""
@@ -51,9 +52,9 @@ def hidden_terms(run: RunRecord) -> list[str]:
     return _terms(run)[MAX_TERMS:]
 
 
-def points_of(run: RunRecord, value: Callable[[Record], Any]) -> Points:
+def points_of(run: RunRecord, value: Callable[[TrainRecord], float | None]) -> Points:
     """(step, value) of each train record that has the value; a NaN is kept."""
-    pairs = ((float(r["step"]), figures.number(value(r))) for r in run.train)
+    pairs = ((float(r.step), value(r)) for r in run.train)
     return [(x, y) for x, y in pairs if y is not None]
 
 
@@ -61,7 +62,7 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
     """Columns by chart key for the read-out under the pointer, and the evaluations."""
     rows = [run.train[i] for i in charts.evenly(len(run.train), TABLE_ROWS)]
     columns = {
-        "step": [figures.count(r["step"]) for r in rows],
+        "step": [figures.count(r.step) for r in rows],
         "loss": [figures.figure(loss_of(r)) for r in rows],
     }
     for series in _all_series(run):
@@ -69,11 +70,11 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
     if len(run.train) >= charts.MIN_SMOOTHED:
         finite = [p for p in points_of(run, loss_of) if math.isfinite(p[1])]
         places = {step: i for i, (step, _) in enumerate(finite)}
-        indices = [places.get(float(r["step"])) for r in rows]
+        indices = [places.get(float(r.step)) for r in rows]
         medians = [None if i is None else charts.median_around(finite, i) for i in indices]
         columns["smooth"] = [figures.figure(m) for m in medians]
     return {
-        "x": [r["step"] for r in rows],
+        "x": [r.step for r in rows],
         "columns": columns,
         "evals": [[x, f"{y:.4f}"] for x, y in _thinned_evals(run, "loss")],
     }
@@ -88,15 +89,15 @@ def _all_series(run: RunRecord) -> list[Series]:
             key="learning_rate",
             title="Learning rate",
             unit="",
-            value=lambda r: r.get("learning_rate"),
-            text=lambda r: figures.rate(r.get("learning_rate")),
+            value=lambda r: r.learning_rate,
+            text=lambda r: figures.rate(r.learning_rate),
         ),
         Series(
             key="grad_norm",
             title="Gradient norm",
             unit="",
-            value=lambda r: r.get("grad_norm"),
-            text=lambda r: figures.figure(r.get("grad_norm")),
+            value=lambda r: r.grad_norm,
+            text=lambda r: figures.figure(r.grad_norm),
         ),
         Series(
             key="throughput",
@@ -109,14 +110,14 @@ def _all_series(run: RunRecord) -> list[Series]:
             key="data_wait",
             title="Data wait",
             unit="% of the time",
-            value=lambda r: _scaled(r.get("data_wait"), 100),
-            text=lambda r: figures.percent(r.get("data_wait")),
+            value=lambda r: _scaled(r.data_wait, 100),
+            text=lambda r: figures.percent(r.data_wait),
         ),
     ]
 
 
 def _terms(run: RunRecord) -> list[str]:
-    return list(dict.fromkeys(name for record in run.train for name in figures.terms(record)))
+    return list(dict.fromkeys(name for record in run.train for name in record.terms))
 
 
 def _term_series(name: str) -> Series:
@@ -125,8 +126,8 @@ def _term_series(name: str) -> Series:
         key=f"term-{name}",
         title=figures.label(name).capitalize(),
         unit="%" if figures.is_share(name) else "",
-        value=lambda r: _scaled(r.get(name), scale),
-        text=lambda r: figures.metric(name, r.get(name)),
+        value=lambda r: _scaled(r.terms.get(name), scale),
+        text=lambda r: figures.metric(name, r.terms.get(name)),
         metric=name,
         scale=scale,
     )
@@ -140,9 +141,9 @@ def _scaled(value: Any, scale: float) -> float | None:
 def _eval_points(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
     """(step, value) of the evaluations while training, without the test at the end."""
     pairs = (
-        (float(r["step"]), _scaled(r["metrics"].get(metric), scale))
+        (float(r.step), _scaled(r.metrics.get(metric), scale))
         for r in run.evals
-        if r["split"] != "test"
+        if r.split != "test"
     )
     return [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
 

@@ -26,6 +26,15 @@ from systolic.core.units import plural
 from systolic.report import figures, terminal
 from systolic.report.progress import LiveArea, bar
 from systolic.report.terminal import BoundedCurve, sparkline
+from systolic.runs.metrics import (
+    EvalRecord,
+    EvaluatingRecord,
+    EventRecord,
+    LoggedRecord,
+    StartRecord,
+    TrainRecord,
+    seen,
+)
 from systolic.training.display import plain
 from systolic.training.display.plain import Plain
 
@@ -129,13 +138,13 @@ _ALARMS = frozenset(
 class Frame:
     """Content of one drawing; more records may arrive while it is drawn."""
 
-    start: dict[str, Any]
-    latest: dict[str, Any]
+    start: StartRecord
+    latest: TrainRecord | None
     latest_at: float
     began: float
-    evaluation: dict[str, Any]
-    evaluating: dict[str, Any]
-    """The evaluation in progress; empty if there is none."""
+    evaluation: EvalRecord | None
+    evaluating: EvaluatingRecord | None
+    """The evaluation in progress."""
     curves: dict[str, list[float]]
 
 
@@ -149,11 +158,11 @@ class Screen:
         self._clock = clock
         self._noting = threading.Lock()
         self._drawing = threading.Lock()
-        self._start: dict[str, Any] = {}
-        self._latest: dict[str, Any] = {}
+        self._start = StartRecord()
+        self._latest: TrainRecord | None = None
         self._latest_at = self._began = clock()
-        self._eval: dict[str, Any] = {}
-        self._evaluating: dict[str, Any] = {}
+        self._eval: EvalRecord | None = None
+        self._evaluating: EvaluatingRecord | None = None
         self._curves = {name: BoundedCurve() for name in _CURVES}
         self._lines: list[Text] = []
         self._unsaid = 0
@@ -164,21 +173,25 @@ class Screen:
         """Notes a record for the next drawing; never waits for one."""
         with self._noting:
             self.has_news = True
-            kind = record.get("kind")
-            self._evaluating = record if kind == "evaluating" else {}
-            if kind == "evaluating":
-                return
-            if kind == "train":
-                self._note_train(record)
-                return
-            if kind == "start":
-                self._start = record
-                self._began = self._clock()
-            elif kind == "eval":
-                self._eval = record
-            line = plain.line_of(record, self._start.get("steps"))
+            self._evaluating = None
+            if record["kind"] == "end":
+                return  # The summary shows it.
+            now = seen(record)
+            match now:
+                case EvaluatingRecord():
+                    self._evaluating = now
+                    return
+                case TrainRecord():
+                    self._note_train(now)
+                    return
+                case StartRecord():
+                    self._start = now
+                    self._began = self._clock()
+                case EvalRecord():
+                    self._eval = now
+            line = plain.line_of(now, self._start.steps)
             if line and len(self._lines) < MAX_LINES:
-                self._lines.append(Text(line, _style(record), overflow="ellipsis", no_wrap=True))
+                self._lines.append(Text(line, _style(now), overflow="ellipsis", no_wrap=True))
             elif line:
                 self._unsaid += 1
 
@@ -218,15 +231,15 @@ class Screen:
                 self._area.draw(Text(""), lines)
             self._area.close()
 
-    def _note_train(self, record: dict[str, Any]) -> None:
+    def _note_train(self, record: TrainRecord) -> None:
         self._latest = record
         self._latest_at = self._clock()
         throughput = figures.throughput(record)
         values = {
-            "loss": math.nan if plain.is_bad(record) else record["loss"],
-            "learning_rate": figures.number(record.get("learning_rate")),
+            "loss": math.nan if plain.is_bad(record) else record.loss,
+            "learning_rate": record.learning_rate,
             "throughput": None if throughput is None else throughput[0],
-            "grad_norm": figures.number(record.get("grad_norm")),
+            "grad_norm": record.grad_norm,
         }
         for name, value in values.items():
             if value is not None:
@@ -236,18 +249,18 @@ class Screen:
 def panel(frame: Frame, now: float, width: int) -> Panel:
     """The drawing of a frame at a time (of the screen's clock, seconds) for a width in columns."""
     width = min(width, MAX_WIDTH)
-    name = str(frame.start.get("name") or "run")
+    name = frame.start.name or "run"
     rest = plain.headline(frame.start).removeprefix(name).removeprefix(" · ")
     parts: list[RenderableType] = [Text(rest, style="dim", overflow="ellipsis", no_wrap=True)]
-    if frame.latest:
-        parts += [_readings(frame, width), _facts(frame.latest)]
+    if frame.latest is not None:
+        parts += [_readings(frame.latest, frame.curves, width), _facts(frame.latest)]
     else:
         waiting = figures.seconds(now - frame.began)
         parts.append(Text(f"getting ready: data, weights, compile … {waiting}", style="yellow"))
-    if frame.evaluating:
+    if frame.evaluating is not None:
         text = f"evaluating {plain.evaluating_text(frame.evaluating)}"
         parts.append(Text(text, style="yellow", overflow="ellipsis", no_wrap=True))
-    elif frame.evaluation:
+    elif frame.evaluation is not None:
         parts.append(_evaluation(frame.evaluation))
     parts.append(_progress(frame, now, width))
     return Panel(
@@ -260,17 +273,16 @@ def panel(frame: Frame, now: float, width: int) -> Panel:
     )
 
 
-def _readings(frame: Frame, width: int) -> Table:
-    latest = frame.latest
+def _readings(latest: TrainRecord, curves: Mapping[str, list[float]], width: int) -> Table:
     rows = [
         (
             "loss",
-            figures.figure(latest.get("loss")),
+            figures.figure(latest.loss),
             "bold red" if plain.is_bad(latest) else "bold",
         ),
-        ("learning_rate", figures.rate(latest.get("learning_rate")), ""),
+        ("learning_rate", figures.rate(latest.learning_rate), ""),
         ("throughput", figures.throughput_text(latest), ""),
-        ("grad_norm", figures.figure(latest.get("grad_norm")), ""),
+        ("grad_norm", figures.figure(latest.grad_norm), ""),
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -278,21 +290,21 @@ def _readings(frame: Frame, width: int) -> Table:
     table.add_column(no_wrap=True, style="cyan")
     for key, text, style in rows:
         if text != figures.MISSING:
-            line = sparkline(frame.curves[key], width - 44)
+            line = sparkline(curves[key], width - 44)
             table.add_row(figures.label(key), Text(text, style=style), line)
     return table
 
 
-def _facts(latest: Mapping[str, Any]) -> Text:
-    wait = figures.number(latest.get("data_wait")) or 0.0
+def _facts(latest: TrainRecord) -> Text:
+    wait = latest.data_wait or 0.0
     text = Text(overflow="ellipsis", no_wrap=True)
     facts = [
-        ("step", figures.seconds(latest.get("step_seconds")), ""),
+        ("step", figures.seconds(latest.step_seconds), ""),
         ("forecast", figures.forecast_text(latest) or figures.MISSING, ""),
-        ("MFU", figures.percent(latest.get("mfu")), ""),
-        ("data wait", figures.percent(latest.get("data_wait")), _heat(wait)),
-        ("memory", figures.memory(latest.get("memory_bytes")), ""),
-        *((figures.label(n), figures.metric(n, v), "") for n, v in figures.terms(latest).items()),
+        ("MFU", figures.percent(latest.mfu), ""),
+        ("data wait", figures.percent(latest.data_wait), _heat(wait)),
+        ("memory", figures.memory(latest.memory_bytes), ""),
+        *((figures.label(n), figures.metric(n, v), "") for n, v in latest.terms.items()),
     ]
     for name, value, style in facts:
         if value != figures.MISSING:
@@ -301,31 +313,28 @@ def _facts(latest: Mapping[str, Any]) -> Text:
     return text
 
 
-def _evaluation(record: Mapping[str, Any]) -> Text:
+def _evaluation(record: EvalRecord) -> Text:
     text = Text(overflow="ellipsis", no_wrap=True)
-    text.append(f"{record.get('split')} at step {figures.count(record.get('step'))}  ", style="dim")
-    return text.append(figures.metrics_text(record.get("metrics") or {}), style="green")
+    text.append(f"{record.split} at step {figures.count(record.step)}  ", style="dim")
+    return text.append(figures.metrics_text(record.metrics), style="green")
 
 
 def _progress(frame: Frame, now: float, width: int) -> Table:
-    steps = figures.number(frame.start.get("steps"))
-    step = figures.number(frame.latest.get("step"))
-    if step is None:
-        step = figures.number(frame.start.get("resumed_from")) or 0.0
+    steps, latest = frame.start.steps, frame.latest
+    step = latest.step if latest is not None else frame.start.resumed_from or 0
     words = Text(figures.count(step), style="bold")
     words.append(f"/{figures.count(steps)}", style="dim")
-    eta = figures.number(frame.latest.get("eta_seconds"))
-    if eta is not None:
-        left = figures.seconds(eta - (now - frame.latest_at))
+    if latest is not None and latest.eta_seconds is not None:
+        left = figures.seconds(latest.eta_seconds - (now - frame.latest_at))
         words.append(f"  {left} left", style="cyan")
     words.append(f"  {figures.seconds(now - frame.began)} so far", style="dim")
     return bar(step, steps or 1, words, columns=max(10, width - 8 - len(words.plain)))
 
 
-def _style(record: Mapping[str, Any]) -> str:
-    if record.get("kind") == "event":
-        return "yellow" if record.get("name") in _ALARMS else "dim"
-    return "green" if record.get("kind") == "eval" else ""
+def _style(record: LoggedRecord) -> str:
+    if isinstance(record, EventRecord):
+        return "yellow" if record.name in _ALARMS else "dim"
+    return "green" if isinstance(record, EvalRecord) else ""
 
 
 def _heat(share: float) -> str:

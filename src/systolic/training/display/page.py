@@ -13,7 +13,8 @@ from systolic.report import charts, figures
 from systolic.report.charts import BarPart, Lane, LaneChart, LaneSpan, PlotAxis
 from systolic.report.pages import Tile, fill, is_even
 from systolic.report.terminal import printable
-from systolic.runs.record import Record, RunRecord, load_run
+from systolic.runs.metrics import EvalRecord, EventRecord, SummaryRecord
+from systolic.runs.record import RunRecord, load_run
 from systolic.training.display import curves, plain, readings
 from systolic.training.display.verdict import commands, judge
 
@@ -27,6 +28,9 @@ MAX_SAMPLES = 6
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_TREE_ROWS = 400
 MAX_VALUE_CHARACTERS = 400
+
+_LaneEntry = tuple[EvalRecord | EventRecord, str]
+"""A record of the time line, and its text."""
 
 _LANES = {
     "compile": ("compile", "recompile", "load"),
@@ -77,7 +81,7 @@ def render(run: RunRecord) -> str:
         "scope": readings.scope(run),
         "lanes": lanes(run),
         "lead_in": lead_in(run),
-        "events": [(figures.seconds(e["elapsed"]), plain.event_text(e)) for e in events],
+        "events": [(figures.seconds(e.elapsed), plain.event_text(e)) for e in events],
         "num_events": len(run.events),
         "samples": samples(run),
         "num_samples": len(run.samples),
@@ -92,20 +96,19 @@ def render(run: RunRecord) -> str:
 def header_facts(run: RunRecord) -> list[tuple[str, str]]:
     """Recipe, devices, layout and dates of the run."""
     start = run.start
-    layout = run.job.get("layout") or {}
-    axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
+    axes = " × ".join(f"{axis} {size}" for axis, size in run.job.layout.items() if size != 1)
     facts = [
-        ("recipe", run.job.get("recipe")),
-        ("parameters", plain.parameters_text(dict(start)).replace(" parameters", "", 1)),
-        ("devices", start.get("devices")),
+        ("recipe", run.job.recipe),
+        ("parameters", plain.parameters_text(start).replace(" parameters", "", 1)),
+        ("devices", start.devices),
         ("layout", axes),
-        ("precision", start.get("precision")),
-        ("compiler flags", " ".join(start.get("flags") or [])),
-        ("batch", figures.count(start["batch"]) if start.get("batch") else None),
+        ("precision", start.precision),
+        ("compiler flags", " ".join(start.flags)),
+        ("batch", figures.count(start.batch) if start.batch else None),
         ("steps", f"{figures.count(run.step)} of {figures.count(run.steps)}"),
         ("sessions", str(run.num_sessions) if run.num_sessions > 1 else None),
         ("started", None if run.began is None else _date(run.began)),
-        ("systolic", run.job.get("systolic")),
+        ("systolic", run.job.version if run.job_fields else None),
     ]
     return [(name, str(value)) for name, value in facts if value]
 
@@ -117,7 +120,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     if loss is not None:
         alarming = run.has_diverged or not math.isfinite(loss)
         shown.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
-    peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
+    peaks = [r.memory_bytes for r in run.train if r.memory_bytes is not None]
     texts = [
         *readings.speed(run),
         ("time", readings.wall(run)),
@@ -125,16 +128,25 @@ def tiles(run: RunRecord) -> list[Tile]:
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
     shown += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
-    for name in ("bad_steps", "skipped_files", "recompiles"):
-        number = figures.number((run.summary or {}).get(name))
+    for label, number in _trouble(run.summary):
         if number:
-            alarming = name != "recompiles"
-            label = figures.label(name)
+            alarming = label != "recompiles"
             shown.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
     if is_even(len(shown)):
         return shown
     # The heading above the time line has it too; without it the last row is full.
     return [tile for tile in shown if tile.label != "goodput"]
+
+
+def _trouble(summary: SummaryRecord | None) -> list[tuple[str, int]]:
+    """Kinds of trouble, and how often each was met."""
+    if summary is None:
+        return []
+    return [
+        ("bad steps", summary.bad_steps),
+        ("skipped files", summary.skipped_files),
+        ("recompiles", summary.recompiles),
+    ]
 
 
 def _part(share: readings.TimeShare) -> BarPart:
@@ -151,13 +163,12 @@ def lanes(run: RunRecord) -> LaneChart | None:
     """The events and evaluations along the time of the run, a lane for each kind; None without any."""
     if run.seconds <= 0:
         return None
-    groups: dict[str, list[tuple[Record, str]]] = {k: [] for k in ("compile", "evaluation")}
+    groups: dict[str, list[_LaneEntry]] = {k: [] for k in ("compile", "evaluation")}
     for record in run.evals:
-        text = f"step {record.get('step')}: {figures.metrics_text(record.get('metrics') or {})}"
+        text = f"step {record.step}: {figures.metrics_text(record.metrics)}"
         groups["evaluation"].append((record, text))
     for event in run.events:
-        name = event.get("name")
-        lane = next((k for k, names in _LANES.items() if name in names), "notes")
+        lane = next((k for k, names in _LANES.items() if event.name in names), "notes")
         groups.setdefault(lane, []).append((event, plain.event_text(event)))
     order = ("compile", "evaluation", "checkpoint", "notes", "trouble")
     shown = [_lane(run, name, groups[name]) for name in order if groups.get(name)]
@@ -165,14 +176,14 @@ def lanes(run: RunRecord) -> LaneChart | None:
     return LaneChart(lanes=shown, axis=time_axis(run), breaks=breaks) if shown else None
 
 
-def _lane(run: RunRecord, name: str, records: list[tuple[Record, str]]) -> Lane:
+def _lane(run: RunRecord, name: str, records: list[_LaneEntry]) -> Lane:
     chosen = records
     if len(records) > MAX_SPANS:
         chosen = [records[i] for i in charts.evenly(len(records), MAX_SPANS)]
     spans = []
     for record, text in chosen:
-        end = record["elapsed"]
-        begin = max(end - (figures.number(record.get("seconds")) or 0.0), 0.0)
+        end = record.elapsed
+        begin = max(end - (record.seconds or 0.0), 0.0)
         left, width = begin / run.seconds * 100, (end - begin) / run.seconds * 100
         spans.append(LaneSpan(left=round(left, 2), width=round(width, 2), text=text))
     kind = {"evaluation": "eval", "notes": "other"}.get(name, name)
@@ -185,7 +196,7 @@ def lead_in(run: RunRecord) -> str:
     """Measured time before the first record; ``""`` for less than a second."""
     if run.summary is None or run.num_sessions > 1:
         return ""
-    before = run.summary["seconds"] - run.seconds
+    before = run.summary.seconds - run.seconds
     return figures.seconds(before) if before >= 1 else ""
 
 
@@ -202,21 +213,21 @@ def samples(run: RunRecord) -> list[dict[str, str]]:
     """The last samples, newest first: step, prompt and what follows it."""
     shown = []
     for record in reversed(run.samples[-MAX_SAMPLES:]):
-        prompt, text = str(record.get("prompt") or ""), str(record.get("text") or "")
+        text = record.text.removeprefix(record.prompt)
         shown.append(
             {
-                "step": figures.count(record.get("step")),
-                "prompt": printable(prompt),
-                "text": _cut(printable(text.removeprefix(prompt)), MAX_SAMPLE_CHARACTERS),
+                "step": figures.count(record.step),
+                "prompt": printable(record.prompt),
+                "text": _cut(printable(text), MAX_SAMPLE_CHARACTERS),
             }
         )
     return shown
 
 
-def job_view(run: RunRecord) -> Record:
+def job_view(run: RunRecord) -> Mapping[str, Any]:
     """The resolved job, with the other entries of job.json."""
-    beside = {k: v for k, v in run.job.items() if k not in ("job", "options")}
-    return {**(run.job.get("job") or {}), "kept with it": beside} if run.job else {}
+    beside = {k: v for k, v in run.job_fields.items() if k not in ("job", "options")}
+    return {**run.job.job, "kept with it": beside} if run.job_fields else {}
 
 
 def tree(value: Mapping[str, Any]) -> list[Branch]:

@@ -6,6 +6,17 @@ from typing import Any, TextIO
 
 from systolic.chips.flags import described
 from systolic.report import figures, terminal
+from systolic.runs.metrics import (
+    EvalRecord,
+    EvaluatingRecord,
+    EventRecord,
+    LoggedRecord,
+    SampleRecord,
+    StartRecord,
+    TrainRecord,
+    loss_of,
+    seen,
+)
 
 EVERY_SECONDS = 60.0
 """Time between lines: a log of a day has 1,440."""
@@ -24,7 +35,7 @@ class Plain:
         self._stream = stream
         self._clock = clock
         self._every_seconds = every_seconds
-        self._steps: int | None = None
+        self._steps: float | None = None
         self._last: float | None = None
         self._spoke = clock()
         self._was_bad = False
@@ -34,14 +45,19 @@ class Plain:
         """Prints a record, or skips it."""
         if self._closed:
             return
-        kind = record.get("kind")
-        if kind == "start":
-            self._steps = record.get("steps")
-        if kind == "evaluating":
-            due = self._clock() - self._spoke >= self._every_seconds
-        else:
-            due = kind != "train" or self._is_due(record)
-        line = line_of(record, self._steps) if due else ""
+        if record["kind"] == "end":
+            return  # The summary shows it.
+        now = seen(record)
+        match now:
+            case StartRecord():
+                self._steps, due = now.steps, True
+            case EvaluatingRecord():
+                due = self._clock() - self._spoke >= self._every_seconds
+            case TrainRecord():
+                due = self._is_due(now)
+            case _:
+                due = True
+        line = line_of(now, self._steps) if due else ""
         if line:
             self._spoke = self._clock()
             terminal.say(self._stream, line)
@@ -50,12 +66,12 @@ class Plain:
         """Stops printing."""
         self._closed = True
 
-    def _is_due(self, record: dict[str, Any]) -> bool:
+    def _is_due(self, record: TrainRecord) -> bool:
         now, bad = self._clock(), is_bad(record)
         due = (
             self._last is None
             or now - self._last >= self._every_seconds
-            or (record.get("step") or 0) == self._steps
+            or record.step == self._steps
             or (bad and not self._was_bad)
         )
         self._was_bad = bad
@@ -64,107 +80,97 @@ class Plain:
         return due
 
 
-def is_bad(record: dict[str, Any]) -> bool:
+def is_bad(record: TrainRecord) -> bool:
     """Whether a train record's loss is NaN or infinite (``null`` where JSON has no NaN)."""
-    loss = figures.number(record.get("loss"))
-    return loss is None or not math.isfinite(loss)
+    return not math.isfinite(loss_of(record))
 
 
-def line_of(record: dict[str, Any], steps: int | None) -> str:
-    """Formats a record as one line; ``""`` for the end, which the summary shows."""
-    kind = record.get("kind")
-    if kind == "start":
-        return f"start   {headline(record)}"
-    if kind == "train":
-        return _train_line(record, steps)
-    if kind == "eval":
-        text = figures.metrics_text(record.get("metrics") or {})
-        spent = figures.seconds(record.get("seconds"))
-        part = part_text(record)
-        return f"eval    step {record.get('step')}, {record.get('split')}: {text} ({spent}{part})"
-    if kind == "evaluating":
-        return f"eval    step {record.get('step')}, {evaluating_text(record)}"
-    if kind == "event":
-        return f"event   {event_text(record)}"
-    if kind == "sample":
-        return f"sample  {terminal.one_line(str(record.get('text') or ''), 100)}"
+def line_of(record: LoggedRecord, steps: float | None) -> str:
+    """Formats a record as one line; ``""`` for one of a later version's kind."""
+    match record:
+        case StartRecord():
+            return f"start   {headline(record)}"
+        case TrainRecord():
+            return _train_line(record, steps)
+        case EvalRecord():
+            text = figures.metrics_text(record.metrics)
+            spent = f"{figures.seconds(record.seconds)}{part_text(record)}"
+            return f"eval    step {record.step}, {record.split}: {text} ({spent})"
+        case EvaluatingRecord():
+            return f"eval    step {record.step}, {evaluating_text(record)}"
+        case EventRecord():
+            return f"event   {event_text(record)}"
+        case SampleRecord():
+            return f"sample  {terminal.one_line(record.text, 100)}"
     return ""
 
 
-def evaluating_text(record: dict[str, Any]) -> str:
+def evaluating_text(record: EvaluatingRecord) -> str:
     """Progress of an evaluation: ``validation: 12 of 32 batches``."""
-    of = f" of {record['of']}" if record.get("of") else ""
-    return f"{record.get('split')}: {record.get('batches')}{of} {_batches(record.get('of') or record.get('batches'))}"
+    of = f" of {record.of}" if record.of else ""
+    return f"{record.split}: {record.batches}{of} {_batches(record.of or record.batches)}"
 
 
-def _batches(number: Any) -> str:
+def _batches(number: int) -> str:
     return "batch" if number == 1 else "batches"
 
 
-def part_text(record: dict[str, Any]) -> str:
+def part_text(record: EvalRecord) -> str:
     """``, 32 of 187 batches`` after an evaluation of a part of its split; ``""`` after one of all."""
-    batches, of = record.get("batches"), record.get("of")
+    batches, of = record.batches, record.of
     if batches is None or batches == of:
         return ""
     return f", {batches}{f' of {of}' if of else ''} {_batches(of or batches)}"
 
 
-def headline(start: dict[str, Any]) -> str:
+def headline(start: StartRecord) -> str:
     """The start record on one line: name, parameters, devices, batch, steps."""
-    parts = [str(start.get("name") or "run")]
-    if sizes := parameters_text(start):
-        parts.append(sizes)
-    parts += [str(start[key]) for key in ("devices", "precision") if start.get(key)]
-    parts += [described(start["flags"])] if start.get("flags") else []
-    if start.get("batch"):
-        parts.append(f"batch {figures.count(start['batch'])}")
-    if start.get("steps"):
-        parts.append(f"{figures.count(start['steps'])} step{'' if start['steps'] == 1 else 's'}")
-    if start.get("resumed_from") is not None:
-        parts.append(f"resumed from step {figures.count(start['resumed_from'])}")
-    return terminal.one_line(" · ".join(parts), 200)
+    parts = [start.name or "run", parameters_text(start), start.devices, start.precision]
+    parts += [described(start.flags)] if start.flags else []
+    if start.batch:
+        parts.append(f"batch {figures.count(start.batch)}")
+    if start.steps:
+        parts.append(f"{figures.count(start.steps)} step{'' if start.steps == 1 else 's'}")
+    if start.resumed_from is not None:
+        parts.append(f"resumed from step {figures.count(start.resumed_from)}")
+    return terminal.one_line(" · ".join(filter(None, parts)), 200)
 
 
-def parameters_text(start: dict[str, Any]) -> str:
+def parameters_text(start: StartRecord) -> str:
     """``134 M parameters``, or of adapters ``4.88 M parameters trained, of 134 M``; "" where it is unknown."""
-    trained = figures.number(start.get("num_parameters"))
+    trained, total = start.num_parameters, start.total_parameters
     if trained is None:
         return ""
-    total = figures.number(start.get("total_parameters"))
     beside = "" if total in (None, trained) else f" trained, of {figures.si(total)}"
     return f"{figures.si(trained)} parameters{beside}"
 
 
-def event_text(event: dict[str, Any]) -> str:
+def event_text(event: EventRecord) -> str:
     """An event as ``step 100: checkpoint (1.2 s), detail``."""
-    text = f"step {event.get('step')}: {figures.label(str(event.get('name') or 'event'))}"
-    if event.get("seconds"):
-        text += f" ({figures.seconds(event['seconds'])})"
-    if event.get("detail"):
-        text += f", {event['detail']}"
+    text = f"step {event.step}: {figures.label(event.name)}"
+    if event.seconds:
+        text += f" ({figures.seconds(event.seconds)})"
+    if event.detail:
+        text += f", {event.detail}"
     return terminal.one_line(text, 200)
 
 
-def _train_line(record: dict[str, Any], steps: int | None) -> str:
-    step = str(record.get("step"))
-    place = f"{step:>{len(str(steps))}}/{steps}" if steps else step
+def _train_line(record: TrainRecord, steps: float | None) -> str:
+    place = f"{record.step:>{len(str(steps))}}/{steps}" if steps else str(record.step)
     parts = [
         f"step {place}",
-        f"loss {figures.figure(record.get('loss'))}",
-        *(
-            f"{figures.label(name)} {figures.metric(name, v)}"
-            for name, v in figures.terms(record).items()
-        ),
-        f"lr {figures.rate(record.get('learning_rate'))}",
+        f"loss {figures.figure(record.loss)}",
+        *(f"{figures.label(name)} {figures.metric(name, v)}" for name, v in record.terms.items()),
+        f"lr {figures.rate(record.learning_rate)}",
         figures.throughput_text(record),
     ]
     if forecast := figures.forecast_text(record):
-        parts.append(f"step {figures.seconds(record.get('step_seconds'))} (forecast {forecast})")
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {figures.percent(record['mfu'])}")
-    parts.append(f"data wait {figures.percent(record.get('data_wait'))}")
-    if record.get("memory_bytes") is not None:
-        parts.append(figures.memory(record["memory_bytes"]))
-    if record.get("eta_seconds"):
-        parts.append(f"{figures.seconds(record['eta_seconds'])} left")
+        parts.append(f"step {figures.seconds(record.step_seconds)} (forecast {forecast})")
+    if record.mfu is not None:
+        parts.append(f"MFU {figures.percent(record.mfu)}")
+    parts.append(f"data wait {figures.percent(record.data_wait)}")
+    if record.memory_bytes is not None:
+        parts.append(figures.memory(record.memory_bytes))
+    if record.eta_seconds:
+        parts.append(f"{figures.seconds(record.eta_seconds)} left")
     return "train   " + "  ".join(parts)

@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.report import figures
 from systolic.runs import time_breakdown as records
+from systolic.runs.metrics import SummaryRecord, TrainRecord
 from systolic.runs.record import RunRecord
 
 _ORDER = (
@@ -60,7 +61,7 @@ def shares(run: RunRecord) -> list[TimeShare]:
 def seconds_by_kind(run: RunRecord) -> dict[str, float]:
     """The summary's ``time``, or without a summary the sum of the records."""
     if run.summary is not None:
-        return run.summary["time"]
+        return run.summary.time
     spent = dict.fromkeys(_ORDER, 0.0) | records.spent(run.train, run.evals, run.events)
     spent["other"] = max(run.seconds - sum(spent.values()), 0.0)
     return spent
@@ -75,7 +76,7 @@ def goodput(run: RunRecord) -> str:
 
 def wall(run: RunRecord) -> str:
     """The wall time: measured, or else from the first record to the last without pauses."""
-    seconds = run.seconds if run.summary is None else run.summary["seconds"]
+    seconds = run.seconds if run.summary is None else run.summary.seconds
     return figures.seconds(seconds) if seconds > 0 else figures.MISSING
 
 
@@ -88,21 +89,24 @@ def scope(run: RunRecord) -> str:
 
 def speed(run: RunRecord) -> list[tuple[str, str]]:
     """Throughput and MFU as (name, text): of the session, or of the last record; unknown ones are left out."""
-    latest: Mapping[str, Any] = run.train[-1] if run.train else {}
+    latest = run.train[-1] if run.train else None
     record = latest if run.summary is None else run.summary
+    if record is None:
+        return []
     figures_by_name = [
         ("throughput", figures.throughput_text(record)),
-        ("MFU", figures.percent(record.get("mfu"))),
+        ("MFU", figures.percent(record.mfu)),
         ("forecast", _forecast(record)),
     ]
     return [(name, text) for name, text in figures_by_name if text != figures.MISSING]
 
 
-def _forecast(record: Mapping[str, Any]) -> str:
+def _forecast(record: TrainRecord | SummaryRecord) -> str:
     """Forecast and measured step time, of a summary or a train record."""
-    comparison = record.get("forecast") or {}
-    measured = comparison.get("measured_step_seconds", record.get("step_seconds"))
-    forecast = comparison.get("step_seconds", record.get("forecast_step_seconds"))
+    if isinstance(record, TrainRecord):
+        forecast, measured = record.forecast_step_seconds, record.step_seconds
+    else:
+        forecast, measured = record.forecast.step_seconds, record.forecast.measured_step_seconds
     if forecast is None:
         return figures.MISSING
     text = f"{figures.seconds(forecast)} a step"

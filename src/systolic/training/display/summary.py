@@ -15,7 +15,8 @@ from rich.text import Text
 
 from systolic.report import figures, terminal
 from systolic.report.figures import TONE_COLOURS
-from systolic.runs.record import RunRecord, load_run, loss_of
+from systolic.runs.metrics import loss_of
+from systolic.runs.record import RunRecord, load_run
 from systolic.runs.remote.store import origin
 from systolic.training.display import readings
 from systolic.training.display.page import NAME
@@ -67,13 +68,16 @@ def plain_summary(run: RunRecord) -> list[str]:
 
 def rows(run: RunRecord) -> list[tuple[str, str]]:
     """Figures as (name, text): progress, loss, metrics, speed and shares of time."""
-    summary = run.summary or {}
-    loss = run.final_loss
-    trouble = [
-        ("bad_steps", "bad step"),
-        ("skipped_files", "skipped file"),
-        ("recompiles", "recompile"),
-    ]
+    summary, loss = run.summary, run.final_loss
+    trouble = (
+        []
+        if summary is None
+        else [
+            (summary.bad_steps, "bad step"),
+            (summary.skipped_files, "skipped file"),
+            (summary.recompiles, "recompile"),
+        ]
+    )
     texts = [
         ("steps", _progress(run)),
         ("loss", "" if loss is None else figures.figure(loss)),
@@ -81,7 +85,7 @@ def rows(run: RunRecord) -> list[tuple[str, str]]:
         *readings.speed(run),
         ("goodput", readings.goodput(run)),
         ("time", ", ".join(f"{s.name} {s.share_text}" for s in readings.shares(run))),
-        ("trouble", ", ".join(figures.plural(summary[k], w) for k, w in trouble if summary.get(k))),
+        ("trouble", ", ".join(figures.plural(number, word) for number, word in trouble if number)),
     ]
     return [(name, text) for name, text in texts if text and text != figures.MISSING]
 
@@ -95,13 +99,15 @@ def _progress(run: RunRecord) -> str:
 
 def pointers(run: RunRecord) -> list[tuple[str, str]]:
     """Paths of the results, and the next command."""
-    summary = run.summary or {}
-    page, checkpoint = run.path / NAME, summary.get("checkpoint")
+    page = run.path / NAME
+    checkpoint, following = (
+        (None, None) if run.summary is None else (run.summary.checkpoint, run.summary.next)
+    )
     targets = [
         ("run", shown(run.path)),
         ("checkpoint", checkpoint and shown(Path(checkpoint))),
         ("report", shown(page) if page.is_file() else None),
-        ("next", summary.get("next") or f"systolic train --resume {shlex.quote(str(run.path))}"),
+        ("next", following or f"systolic train --resume {shlex.quote(str(run.path))}"),
     ]
     return [(name, terminal.printable(str(text))) for name, text in targets if text]
 
@@ -116,8 +122,7 @@ def _sample(run: RunRecord) -> str:
     """The last sample, cut to a few lines and printable."""
     if not run.samples:
         return ""
-    record = run.samples[-1]
-    prompt, text = str(record.get("prompt") or ""), str(record.get("text") or "")
+    prompt, text = run.samples[-1].prompt, run.samples[-1].text
     text = terminal.printable(text if text.startswith(prompt) else prompt + text)
     lines = text[:SAMPLE_CHARACTERS].splitlines()
     cut = "…" if len(text) > SAMPLE_CHARACTERS or len(lines) > SAMPLE_LINES else ""

@@ -6,25 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.report import figures
+from systolic.runs.metrics import (
+    EvalRecord,
+    LoggedRecord,
+    SampleRecord,
+    StartRecord,
+    TrainRecord,
+    seen,
+)
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 FLUSH_SECONDS = 10.0
 """Longest delay until TensorBoard sees a record."""
-
-_TRAIN = {
-    "loss": "train/loss",
-    "learning_rate": "train/learning_rate",
-    "grad_norm": "train/gradient_norm",
-    "tokens_per_second": "speed/tokens_per_second",
-    "examples_per_second": "speed/examples_per_second",
-    "step_seconds": "speed/step_seconds",
-    "forecast_step_seconds": "speed/forecast_step_seconds",
-    "mfu": "speed/mfu",
-    "data_wait": "speed/data_wait",
-    "memory_bytes": "memory/bytes",
-}
 
 
 def import_alone() -> None:
@@ -60,7 +55,8 @@ class TensorBoard:
         if self._closed or record["kind"] == "evaluating":
             return
         try:
-            self._write(record)
+            if record["kind"] != "end":
+                self._write(seen(record))
         except OSError:
             self.close()
 
@@ -75,7 +71,7 @@ class TensorBoard:
         except OSError:
             return
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: LoggedRecord) -> None:
         import_alone()
         # Classes that protobuf makes when the module is imported.
         from tensorboardX.proto.event_pb2 import Event  # ty: ignore[import-not-found]
@@ -84,8 +80,8 @@ class TensorBoard:
 
         if self._writer is None:
             self._writer = self._open(record)
-        if record["kind"] == "sample":
-            summary = text("sample", _as_markdown(str(record.get("text") or "")))
+        if isinstance(record, SampleRecord):
+            summary = text("sample", _as_markdown(record.text))
         else:
             values = {
                 tag: n
@@ -97,33 +93,45 @@ class TensorBoard:
             )
         if not summary.value:
             return
-        now = record["time"]
-        self._writer.write_event(Event(step=record["step"], wall_time=now, summary=summary))
+        now = record.time or 0.0
+        self._writer.write_event(Event(step=record.step, wall_time=now, summary=summary))
         if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self._writer.flush()
 
-    def _open(self, record: dict[str, Any]) -> "EventsWriter":
+    def _open(self, record: LoggedRecord) -> "EventsWriter":
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # ty: ignore[import-not-found]
 
         self._folder.mkdir(parents=True, exist_ok=True)
         writer = EventsWriter(str(self._folder / "events"))
-        if record.get("resumed_from") is not None:
+        if isinstance(record, StartRecord) and record.resumed_from is not None:
             log = SessionLog(status=SessionLog.START)
             writer.write_event(
-                Event(step=record["resumed_from"] + 1, wall_time=record["time"], session_log=log)
+                Event(step=record.resumed_from + 1, wall_time=record.time, session_log=log)
             )
         return writer
 
 
-def _scalars(record: dict[str, Any]) -> dict[str, Any]:
+def _scalars(record: LoggedRecord) -> dict[str, Any]:
     """Values by tag."""
-    if record["kind"] == "train":
-        terms = {f"train/{name}": value for name, value in figures.terms(record).items()}
-        return {tag: record.get(key) for key, tag in _TRAIN.items()} | terms
-    if record["kind"] == "eval":
-        return {f"{record['split']}/{name}": value for name, value in record["metrics"].items()}
+    match record:
+        case TrainRecord():
+            return {
+                "train/loss": record.loss,
+                "train/learning_rate": record.learning_rate,
+                "train/gradient_norm": record.grad_norm,
+                "speed/tokens_per_second": record.tokens_per_second,
+                "speed/examples_per_second": record.examples_per_second,
+                "speed/step_seconds": record.step_seconds,
+                "speed/forecast_step_seconds": record.forecast_step_seconds,
+                "speed/mfu": record.mfu,
+                "speed/data_wait": record.data_wait,
+                "memory/bytes": record.memory_bytes,
+                **{f"train/{name}": value for name, value in record.terms.items()},
+            }
+        case EvalRecord():
+            return {f"{record.split}/{name}": value for name, value in record.metrics.items()}
     return {}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from systolic.report import figures
 from systolic.report.figures import Tone, Verdict
 from systolic.report.terminal import one_line
+from systolic.runs.metrics import EventRecord
 from systolic.runs.record import RunRecord, State
 from systolic.runs.run import RECIPE
 from systolic.training.display import readings
@@ -25,11 +26,11 @@ def judge(run: RunRecord) -> Verdict:
     if run.state is State.interrupted:
         return Verdict(
             word="interrupted",
-            sentence=f"Interrupted at {place}{_reason(run, 'interrupted')}.",
+            sentence=f"Interrupted at {place}{_reason(run.summary.interrupted if run.summary else None)}.",
             tone=Tone.fair,
         )
     if run.state is State.failed:
-        detail = one_line(str(run.last.get("detail") or "a bad step"), 200)
+        detail = one_line(_bad_step(run).detail or "a bad step", 200)
         return Verdict(word="failed", sentence=f"Ended at {place}: {detail}.", tone=Tone.bad)
     if run.state is State.unfinished:
         what = "it is still training or was killed"
@@ -38,16 +39,16 @@ def judge(run: RunRecord) -> Verdict:
             word="unfinished", sentence=f"No summary: {what}; {where}.", tone=Tone.neutral
         )
     if run.has_diverged:
-        sentence = f"The loss of step {figures.count(run.train[-1]['step'])}, the last on record, is not a number."
+        sentence = f"The loss of step {figures.count(run.train[-1].step)}, the last on record, is not a number."
         return Verdict(word="diverged", sentence=sentence, tone=Tone.bad)
     if run.state is State.stopped:
         return Verdict(
-            word="stopped", sentence=f"Stopped at {place}{_reason(run, 'stopped')}.", tone=Tone.fair
+            word="stopped",
+            sentence=f"Stopped at {place}{_reason(run.summary.stopped if run.summary else None)}.",
+            tone=Tone.fair,
         )
-    rule = (run.job.get("job") or {}).get("evaluation") or {}
-    return _judge_metrics(
-        run.final_metrics, run.final_loss, text=run.reads_text, ranking=rule.get("metric") or "loss"
-    )
+    ranking = run.job.outline.evaluation.metric or "loss"
+    return _judge_metrics(run.final_metrics, run.final_loss, text=run.reads_text, ranking=ranking)
 
 
 def _judge_metrics(
@@ -92,9 +93,14 @@ def _of_text(metrics: Mapping[str, Any]) -> str:
     return ""
 
 
-def _reason(run: RunRecord, name: str) -> str:
-    reason = (run.summary or {}).get(name)
-    return f": {one_line(str(reason), 200)}" if reason else ""
+def _reason(reason: str | None) -> str:
+    return f": {one_line(reason, 200)}" if reason else ""
+
+
+def _bad_step(run: RunRecord) -> EventRecord:
+    """The event that ended a failed run."""
+    assert isinstance(run.last, EventRecord)
+    return run.last
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
@@ -108,13 +114,15 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
         kept = ["systolic", "train", f"{copy}:{function}", *argv[3:]]
         pairs.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
     if run.state is State.failed:
-        batch = shlex.quote(str(run.path / "bad" / f"step-{run.last['step']}.npz"))
+        batch = shlex.quote(str(run.path / "bad" / f"step-{_bad_step(run).step}.npz"))
         pairs.append(("replay the bad step", f"systolic train --replay {batch}"))
     if run.state is not State.finished:
         pairs.append(("continue from the last checkpoint", f"systolic train --resume {where}"))
-    if run.summary is not None and run.summary["checkpoint"]:
+    if run.summary is None:
+        return pairs
+    if run.summary.checkpoint:
         pairs.append(("evaluate it", f"systolic eval {where}"))
-    following = (run.summary or {}).get("next")
+    following = run.summary.next
     if following and following not in [command for _, command in pairs]:
         pairs.append(("next", following))
     return pairs

@@ -429,7 +429,10 @@ def _within(length):
             f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
         )
     if step.skipped:
-        note(f"{step.skipped} calls beside each {step.times} steps are not counted")
+        names = [f"{name} ({step.skipped.count(name)})" for name in dict.fromkeys(step.skipped)]
+        note(
+            f"{', '.join(names)} beside each {step.times} steps, little by FLOPs and bytes, {'is' if len(step.skipped) == 1 else 'are'} not counted"
+        )
     return step
 
 
@@ -661,6 +664,7 @@ def _finish(ended):
             report.say(program_failed=error, ours=_state["ours"], called=names)
             return
         if error:
+            ended = "failed"
             note(
                 f"the program failed after {len(_sequence)} calls ({error}); the step is of what it called before"
             )

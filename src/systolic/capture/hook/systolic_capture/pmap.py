@@ -5,6 +5,7 @@ A process has the part of its own devices along the mapped axis, as with ``jax.p
 
 import functools
 import inspect
+import os
 
 import numpy as np
 
@@ -17,7 +18,7 @@ def patch(jax):
     """``jax.pmap``, and what places the arrays of its functions."""
     from jax._src import source_info_util
 
-    source_info_util.register_exclusion(__file__)
+    source_info_util.register_exclusion(os.path.dirname(os.path.abspath(__file__)) + os.sep)
     if hasattr(jax, "pmap"):
         jax.pmap = _pmap_of(jax.pmap)
     for name, placing in (

@@ -7,7 +7,11 @@ LONGEST = 300
 SAME = 0.05
 """Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
 BESIDE = 0.1
-"""Share of a repeated sequence's FLOPs: below it, what is beside steps within the sequence is no part of them."""
+"""Share of a repeated sequence's work: below it, what is beside steps within the sequence is no part of them."""
+RARE = 0.02
+"""Share of the work of the steps between its calls from which what comes with some steps alone has a line of its own."""
+FLOPS_A_BYTE = 100.0
+"""FLOPs that count as much as a byte of a call's arguments: chips do 66 (v2) to 560 (v6e) in the time that memory gives one."""
 
 
 class RecordedCall:
@@ -26,16 +30,21 @@ class RecordedCall:
         """Bytes that were moved on the slice before it."""
         self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
 
+    @property
+    def work(self):
+        """FLOPs of its matmuls, and bytes of its large arguments in FLOPs."""
+        return self.call.flops + FLOPS_A_BYTE * sum(size for _, size in self.ids)
+
 
 class CalledStep:
     """A step: the numbers of its calls in the sequence, and what comes with some steps alone."""
 
-    def __init__(self, numbers, periodic=(), skipped=0, times=0, call=None):
+    def __init__(self, numbers, periodic=(), skipped=(), times=0, call=None):
         self.numbers, self.call = list(numbers), call
         self.periodic = list(periodic)
         """Periodic calls, for each kind the number of its last, the calls at a time, and how many steps lie between two times."""
         self.skipped, self.times = skipped, times
-        """Small calls that are beside that many steps, and in no list."""
+        """Names of small calls that are beside that many steps, and in no list."""
         self.evaluations = set()
         """Names of functions that were called again and again after it, on what it makes."""
 
@@ -130,29 +139,30 @@ def _before_evaluation(sequence, length):
 
 def _fills(sequence, takers, key, kinds):
     """Whether a cycle of calls does little beside the calls after it, as what fills a buffer for the steps does."""
-    flops = {entry.call.key: entry.call.flops for entry in sequence}
+    work = {entry.call.key: entry.work for entry in sequence}
     cycle = [other for other in _reached(takers, key) if key in _reached(takers, other)]
-    return sum(flops[other] for other in cycle) < BESIDE * sum(flops[other] for other in kinds)
+    return sum(work[other] for other in cycle) < BESIDE * sum(work[other] for other in kinds)
 
 
 def _small(sequence, length):
     """The steps inside of a sequence that has little beside them, as of a log after each ten; else the sequence."""
     end = len(sequence)
     whole = range(end - length, end)
-    total = sum(sequence[n].call.flops for n in whole)
+    total = sum(sequence[n].work for n in whole)
     constant = _constant(sequence, length)
     for inner in range(1, length // 3 + 1):
         for last in range(end, end - length + 3 * inner - 1, -1):
             now = range(last - inner, last)
             times = repeats(sequence, inner, last)
             inside = min(times, length // inner)
-            beside = total - inside * sum(sequence[n].call.flops for n in now)
+            beside = total - inside * sum(sequence[n].work for n in now)
             if times < 3 or not total or beside > BESIDE * total:
                 continue
             if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
                 continue
             if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
-                return CalledStep(now, skipped=length - inside * inner, times=times)
+                left = [n for n in whole if n not in range(last - inside * inner, last)]
+                return CalledStep(now, skipped=[sequence[n].call.name for n in left], times=times)
     return CalledStep(whole)
 
 
@@ -219,15 +229,15 @@ def _takes(sequence, now, before):
 
 
 def _sorted_out(sequence, step, rare):
-    """The step, and what is beside it: what is small by FLOPs is only counted."""
+    """The step, and what is beside it: what is small is only named."""
     times = len(rare[0])
-    least = BESIDE * times * sum(sequence[n].call.flops for n in step)
-    periodic, skipped = [], 0
+    least = RARE * times * sum(sequence[n].work for n in step)
+    periodic, skipped = [], []
     for parts in rare:
         calls = sum(map(len, parts))
         number = max(n for part in parts for n in part)
-        if calls * sequence[number].call.flops < least:
-            skipped += calls
+        if calls * sequence[number].work < least:
+            skipped += calls * [sequence[number].call.name]
             continue
         visits = sum(map(bool, parts))
         periodic.append((number, calls / visits, times / visits))
