@@ -1,6 +1,7 @@
 """Pages that lie outside of ``docs``: results of benchmarks, CONTRIBUTING and CHANGELOG, copied into the site before each build.
 
-Links keep the form that works in a checkout (``../benchmarks/results/NAME.md``) and lead to the copies in the site.
+Links keep the form that works in a checkout (``../benchmarks/results/NAME.md``) and lead to the copies in the site; those to
+files that the site has not become the file's path.
 """
 
 import os
@@ -10,50 +11,55 @@ from typing import Any
 
 FOLDER = "measurements"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+\.md)(#[\w-]+)?\)")
+LINK = re.compile(r"\[([^\]\[]+)\]\((?!https?:|mailto:|#)([\w./-]+)(#[\w-]+)?\)")
+CODE = re.compile(r"(```.*?```)", re.DOTALL)
 
 
 def copy(app: Any) -> None:
     """Copies the pages where they have changed."""
     root, docs = Path(app.srcdir).parent, Path(app.srcdir)
     results = sorted((root / "benchmarks" / "results").glob("*.md"))
-    pages = {page: docs / FOLDER / page.name for page in results}
-    pages |= {root / name: docs / copy for name, copy in PAGES.items()}
-    for page, place in pages.items():
-        place.parent.mkdir(exist_ok=True)
+    for page in results:
         text = page.read_text()
-        if not place.exists() or place.read_text() != text:
-            place.write_text(text)
+        title = "" if text.startswith("# ") else f"# {page.stem}\n\n"
+        _keep(docs / FOLDER / page.name, title + text)
+    for name, place in PAGES.items():
+        _keep(docs / place, (root / name).read_text())
     names = "\n".join(page.stem for page in results)
-    index = docs / FOLDER / "index.md"
-    text = f"# Measurements\n\nDated results, with the commands that repeat them.\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n"
-    if not index.exists() or index.read_text() != text:
-        index.write_text(text)
+    _keep(
+        docs / FOLDER / "index.md",
+        f"# Measurements\n\nDated results, with the commands that repeat them.\n\n```{{toctree}}\n:maxdepth: 1\n\n{names}\n```\n",
+    )
+
+
+def _keep(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def lead(app: Any, name: str, source: list[str]) -> None:
-    """Rewrites links to copied pages."""
-    root = Path(app.srcdir).parent
-    place = Path(app.srcdir, name).parent
-    origin = (
-        root
-        if f"{name}.md" in PAGES.values()
-        else root / "benchmarks" / "results"
-        if name.startswith(FOLDER + "/")
-        else place
-    )
+    """Rewrites links to files outside of ``docs``, and those of copied pages."""
+    root, docs = Path(app.srcdir).parent, Path(app.srcdir)
+    place = (docs / name).parent
+    origin = place
+    if f"{name}.md" in PAGES.values():
+        origin = root
+    elif name.startswith(f"{FOLDER}/") and name != f"{FOLDER}/index":
+        origin = root / "benchmarks" / "results"
 
     def moved(match: re.Match[str]) -> str:
-        target = Path(os.path.normpath(origin / (match[1] + match[2])))
-        if target.parent == root / "benchmarks" / "results":
-            copy = Path(app.srcdir, FOLDER, target.name)
+        target = Path(os.path.normpath(origin / match[2]))
+        if target.suffix == ".md" and target.parent == root / "benchmarks" / "results":
+            target = docs / FOLDER / target.name
         elif target.parent == root and target.name in PAGES:
-            copy = Path(app.srcdir, PAGES[target.name])
-        else:
-            return match[0]
-        return f"]({os.path.relpath(copy, place)}{match[3] or ''})"
+            target = docs / PAGES[target.name]
+        elif not target.is_relative_to(docs) and target.exists():
+            return f"{match[1]} (`{target.relative_to(root)}`)"
+        return f"[{match[1]}]({os.path.relpath(target, place)}{match[3] or ''})"
 
-    source[0] = LINK.sub(moved, source[0])
+    parts = CODE.split(source[0])
+    source[0] = "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in parts)
 
 
 def setup(app: Any) -> dict[str, Any]:

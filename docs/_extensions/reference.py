@@ -2,12 +2,15 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+LITERAL = re.compile(r"(``.*?``|:\w+:`.*?`)")
+SPECIAL = re.compile(r"\*|(?<=\w)_(?!\w)")
 HEAD = "<!-- Written by docs/_extensions/reference.py; do not edit. -->\n\n"
 
 
@@ -83,7 +86,17 @@ def _keep(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def escape(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Escapes stars and underscores at the end of words outside of literals: docstrings are help texts, too."""
+    for at, line in enumerate(lines):
+        parts = LITERAL.split(line)
+        lines[at] = "".join(
+            part if part.startswith(("`", ":")) else SPECIAL.sub(r"\\\g<0>", part) for part in parts
+        )
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Sphinx calls this."""
     app.connect("builder-inited", write)
+    app.connect("autodoc-process-docstring", escape, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
