@@ -106,6 +106,7 @@ def test_commands_of_a_guide_run_as_shown(page: str, tmp_path: Path, shell: dict
     count = 0
     for block in blocks_of(page):
         if block.caption:
+            (tmp_path / block.caption).parent.mkdir(exist_ok=True)
             (tmp_path / block.caption).write_text(block.text)
         if block.language not in ("sh", "console") or not can_run(block):
             continue
