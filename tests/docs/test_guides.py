@@ -1,8 +1,8 @@
 """Commands of the guides: each page's blocks run as a reader types them, and shown output has the words of the real one.
 
-A ``console`` block holds commands after ``$`` and their output, an ``sh`` block commands alone; a block with a caption is a
-file of that name. Blocks of the class ``not-run`` need hardware, a platform or minutes; those of the class ``exits-1`` end with
-the exit code 1; ``needs-PIL`` names a package without which a block is left out.
+A ``console`` block holds commands after ``$`` and their output; an ``sh`` block commands alone, whose output a ``text`` block
+may show; a block with a caption is a file of that name. Blocks of the class ``not-run`` need hardware, a platform or minutes,
+those of the class ``exits-1`` end with the exit code 1, and ``needs-PIL`` names a package without which a block is left out.
 """
 
 import importlib.util
@@ -103,11 +103,13 @@ def shell(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", OWN)
 def test_commands_of_a_guide_run_as_shown(page: str, tmp_path: Path, shell: dict[str, str]) -> None:
-    count = 0
+    count, output = 0, ""
     for block in blocks_of(page):
         if block.caption:
             (tmp_path / block.caption).parent.mkdir(exist_ok=True)
             (tmp_path / block.caption).write_text(block.text)
+        if block.language == "text":
+            assert not words(block.text) - words(output), f"{block.text}\nnot in\n{output}"
         if block.language not in ("sh", "console") or not can_run(block):
             continue
         for command, shown in block.steps:
