@@ -83,10 +83,10 @@ def shell(tmp_path: Path) -> dict[str, str]:
     """Environment of a reader in a checkout, with ``systolic`` on the path; settings go into the test's folder."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    command = tools / "systolic"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m systolic "$@"\n')
-    command.chmod(0o755)
-    (tools / "python").symlink_to(sys.executable)
+    for name, start in (("python", ""), ("systolic", "-m systolic ")):
+        command = tools / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {start}"$@"\n')
+        command.chmod(0o755)
     for name in ("examples", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     own = {
