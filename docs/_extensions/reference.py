@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import types
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,10 +69,10 @@ def python_page(package: Any) -> str:
         ("Classes", classes, "autoclass"),
     ):
         parts.append(f"## {title}\n")
-        for name, value in members:
+        for name, _ in members:
             option = "\n:members:" if kind == "autoclass" else ""
             parts.append(
-                f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: {value.__module__}.{value.__qualname__}{option.replace(chr(10), chr(10) + '   ')}\n```\n"
+                f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: systolic.{name}{option.replace(chr(10), chr(10) + '   ')}\n```\n"
             )
     return "\n".join(parts)
 
@@ -95,8 +97,66 @@ def escape(app: Any, what: str, name: str, value: Any, options: Any, lines: list
         )
 
 
+def signature(
+    app: Any, what: str, name: str, value: Any, options: Any, text: str, returns: str
+) -> tuple[str, str] | None:
+    """A function's signature without the ranges and words that its annotations carry for the command line."""
+    if what not in ("function", "method") or not callable(value):
+        return None
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+    parameters = [
+        parameter.replace(annotation=_Shown(plain(parameter.annotation)))
+        if parameter.annotation is not parameter.empty
+        else parameter
+        for parameter in found.parameters.values()
+        if not (what == "method" and parameter.name == "self")
+    ]
+    shown = str(found.replace(parameters=parameters, return_annotation=found.empty))
+    result = "" if found.return_annotation is found.empty else plain(found.return_annotation)
+    return shown, result
+
+
+class _Shown:
+    """An annotation that prints as its text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def plain(hint: Any) -> str:
+    """A type as a reader writes it."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return plain(typing.get_args(hint)[0])
+    if isinstance(hint, str):
+        return hint.strip("'\"")
+    if isinstance(hint, typing.ForwardRef):
+        return hint.__forward_arg__
+    if hint is type(None) or hint is None:
+        return "None"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(plain, arguments))
+    if origin is typing.Literal:
+        return " | ".join(map(repr, arguments))
+    if origin is not None and arguments:
+        inner = ", ".join(
+            "..." if each is ... else plain(each)
+            for each in arguments
+            if not isinstance(each, list)
+        )
+        return f"{getattr(origin, '__name__', str(origin))}[{inner}]"
+    return getattr(hint, "__name__", str(hint))
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Sphinx calls this."""
     app.connect("builder-inited", write)
+    app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", escape, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
