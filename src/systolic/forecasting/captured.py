@@ -142,6 +142,20 @@ MOST_NAMED = 8
 """Programs of a step that are named."""
 MOVED = 0.01
 """Share of a step that its moves outside of jit take, above which it is told."""
+CAUSES = {
+    "put": ("device_put", "jax.device_put outside of jit moves arrays"),
+    "spread": (
+        "arguments on one device",
+        "jit copies arguments that lie on one device, committed to none, to those of the call",
+    ),
+    "read": ("arrays read", "the program reads arrays on the host"),
+}
+"""For each cause of moves their name in the timeline, and what a line begins with."""
+WAYS = {
+    "host": "between device and host",
+    "devices": "between devices",
+    "slices": "between slices",
+}
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -283,7 +297,10 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
-    moved = _moves(answer.get("moves") or {}, on)
+    moved = {
+        cause: _moves(moves, CAUSES[cause][0], on)
+        for cause, moves in (answer.get("moves") or {}).items()
+    }
     rare = [
         _part(captured, facts, on, replace(given, strict=False)) for facts in answer["periodic"]
     ]
@@ -296,7 +313,9 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(_sum(parts, plan), moved),
+        timeline=_with_moves(
+            _sum(parts, plan), [span for spans in moved.values() for span in spans]
+        ),
         memory=largest.memory,
         facts={"notes": _notes(captured, parts, on)},
         name=_name(parts),
@@ -315,7 +334,7 @@ def forecast_parts(
         cautions=(
             *answer["cautions"],
             *_cautions(parts, plan, on),
-            *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
+            *_of_moves(answer.get("moves") or {}, moved, plan.seconds, on),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
@@ -323,7 +342,7 @@ def forecast_parts(
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    return _checked(forecast, [*parts, *rare], beside, on)
+    return _checked(forecast, [*parts, *rare], beside, answer.get("outside") or {}, on)
 
 
 def _name(parts: Sequence[StepPart]) -> str:
@@ -334,11 +353,16 @@ def _name(parts: Sequence[StepPart]) -> str:
 
 
 def _checked(
-    forecast: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
+    forecast: Forecast,
+    parts: Sequence[StepPart],
+    beside: Sequence[StepPart],
+    outside: Mapping[str, Any],
+    on: Slice,
 ) -> Forecast:
-    """The forecast, refused where a program or what is held beside it needs more memory than a device has.
+    """The forecast, refused where a program or what is held beside it, or outside of all, needs more memory than a device has.
 
-    ``beside`` are programs that the program called before its step or now and then.
+    ``beside`` are programs that the program called before its step or now and then; ``outside`` is what a device holds at
+    once outside of its calls.
     """
     have = capacity(on)
     large = [part for part in beside if part.timeline is None or part.memory.peak_bytes > have]
@@ -363,7 +387,29 @@ def _checked(
         remedy = "shard or drop the arrays that lie on a device which the step does not use"
     if refusals or memory.peak_bytes > have:
         return refused(replace(forecast, memory=memory), memory, have, remedy)
-    return forecast
+    return _beyond_calls(forecast, memory.peak_bytes, outside, have)
+
+
+def _beyond_calls(
+    forecast: Forecast, peak_bytes: int, outside: Mapping[str, Any], have: int
+) -> Forecast:
+    """The forecast, with a line where a device holds more outside of the program's calls than ``peak_bytes``, and refused where that is too much."""
+    most = outside.get("bytes", 0)
+    if most <= (1 + MOVED) * peak_bytes:
+        return forecast
+    where = f" at {outside['line']}" if outside["line"] else ""
+    line = f"outside of its jitted functions the program holds {gibibytes(most)} of arrays on a device at once{where}, and in them {gibibytes(peak_bytes)}"
+    if most <= have:
+        return replace(forecast, cautions=(*forecast.cautions, line))
+    arrays = [_array(**array) for array in outside["arrays"] if array["memory"] == "device"]
+    memory = MemoryMap(peak_bytes=most, estimated_bytes=most, by_kind={HELD: most}, buffers=arrays)
+    forecast = replace(
+        forecast,
+        memory=memory,
+        cautions=(f"{line}: it does not fit, and the program fails there", *forecast.cautions),
+    )
+    remedy = "make these arrays sharded in a jitted function with out_shardings, or drop the old ones before there are new ones, or choose a chip with more memory"
+    return refused(forecast, memory, have, remedy)
 
 
 def _of_large(part: StepPart) -> str:
@@ -448,8 +494,8 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
-def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
-    """Seconds of ``jax.device_put`` between two steps, at the rates of the links: a lower bound."""
+def _moves(moves: Mapping[str, Any], name: str, on: Slice) -> list[Span]:
+    """Seconds of what is moved between two steps, at the rates of the links: a lower bound."""
     rates = rates_of(on)
     # A device at a corner has a link along each axis, and two along one that is closed to a ring.
     links = sum(
@@ -464,12 +510,12 @@ def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
     }
     return [
         Span(
-            name="device_put",
+            name=name,
             opcode="copy",
             start=0.0,
             seconds=moves[kind] / rate,
             resource=resource,
-            bytes=moves[kind],
+            bytes=round(moves[kind]),
             priced_by=PricedBy.bytes,
         )
         for kind, (resource, rate) in kinds.items()
@@ -490,20 +536,46 @@ def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
     return timeline
 
 
-def _of_moves(moves: Mapping[str, int], moved: Sequence[Span], step: float) -> list[str]:
-    """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
-    seconds = sum(span.seconds for span in moved)
-    if seconds <= MOVED * step:
-        return []
-    ways = {
-        Resource.host: "between device and host",
-        Resource.ici: "between devices",
-        Resource.dcn: "between slices",
-    }
-    sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
-    return [
-        f"jax.device_put outside of jit moves arrays {plural(moves['times'], 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
-    ]
+def _of_moves(
+    moves: Mapping[str, Any], moved: Mapping[str, Sequence[Span]], step: float, on: Slice
+) -> list[str]:
+    """The lines of what is moved outside of the step's programs, which take ``step`` seconds."""
+    lines = []
+    for cause, own in moves.items():
+        seconds = sum(span.seconds for span in moved[cause])
+        if seconds <= MOVED * step:
+            continue
+        name, begin = CAUSES[cause]
+        rates = "at the rates of the links, counted behind the step's programs and not beside them"
+        some = own.get("some")
+        always = dict(own)
+        if some:
+            always = {key: own[key] - some[key] / some["every"] for key in (*WAYS, "times")}
+            taken = sum(span.seconds for span in _moves(some, name, on))
+            rare = f"every {some['every']:.3g} steps ({some['steps']:,} of {some['of']:,} that were recorded), {_sizes(some)} on the device with the most, {duration(taken)} {rates}: {duration(taken / some['every'])} of a step on average"
+        if not some:
+            lines.append(
+                f"{begin} {_times(own['times'])} a step, {_sizes(own)} on the device with the most: {duration(seconds)} {rates}"
+            )
+        elif any(always[kind] >= 1 for kind in WAYS):
+            lines.append(
+                f"{begin} {_times(always['times'])} a step, {_sizes(always)} on the device with the most; and more {rare}, {duration(seconds)} with the others"
+            )
+        else:
+            lines.append(f"{begin} with some steps alone, {rare}")
+    return lines
+
+
+def _times(number: float) -> str:
+    """How often, with a decimal where it is no whole number."""
+    return plural(round(number) if abs(number - round(number)) < 0.05 else round(number, 1), "time")
+
+
+def _sizes(moves: Mapping[str, Any]) -> str:
+    """Bytes of moves by the links that they take."""
+    return ", ".join(
+        f"{gibibytes(round(moves[kind]))} {way}" for kind, way in WAYS.items() if moves[kind] >= 1
+    )
 
 
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
@@ -559,7 +631,8 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"other jitted functions that it called, and how often: {', '.join(named)}{more}; --step NAME takes another for the step"
         )
-    if number := answer["operations_per_step"]:
+    number = round(answer["operations_per_step"], 1)
+    if number := int(number) if number == int(number) else number:
         notes.append(
             f"a step has {plural(number, 'operation')} on the slice's arrays outside of the program's own jitted functions, which the time leaves out"
         )

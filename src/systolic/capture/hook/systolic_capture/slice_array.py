@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
-from systolic_capture import bridge, memory, saving
+from systolic_capture import bridge, memory, moves, saving
 
 _Array: Any = basearray.Array
 _serials = itertools.count()
@@ -29,6 +29,7 @@ class SliceArray(_Array):
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
+        self._read = False
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -93,6 +94,7 @@ class SliceArray(_Array):
         self.use()
         if self.known is None:
             saving.read(self)
+        self._count_read()
         known = 0 if self.known is None else self.known
         return np.full(self.physical.shape, known, self.physical.dtype)
 
@@ -174,8 +176,14 @@ class SliceArray(_Array):
         return self
 
     def copy_to_host_async(self):
-        """Nothing to copy."""
-        return None
+        """Counts the copy."""
+        self._count_read()
+
+    def _count_read(self):
+        """Counts that its value goes to the host, where it stays."""
+        if not self._read:
+            self._read = True
+            moves.count_read(self)
 
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
