@@ -42,8 +42,8 @@ def forecast_of(program: str, on: str, folder: Path, *words: str) -> Forecast:
 
 
 def line(made: Forecast, words: str) -> str:
-    """The caution that has some words; empty without it."""
-    return next((line for line in made.cautions if words in line), "")
+    """The caution or note that has some words; empty without it."""
+    return next((line for line in (*made.cautions, *made.notes) if words in line), "")
 
 
 def moved(made: Forecast, name: str) -> dict[Resource, int]:
@@ -147,7 +147,7 @@ def test_the_most_outside_of_calls(
     program: str, width: int, fits: bool, least: int, tmp_path: Path
 ) -> None:
     made = forecast_of(program, "v5e-8", tmp_path, str(width))
-    text = line(made, "outside of its jitted functions the program holds")
+    text = line(made, "outside of its step the program holds")
     assert "program.py:" in text
     assert made.fits == fits
     if fits:

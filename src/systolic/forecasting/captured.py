@@ -359,10 +359,10 @@ def _checked(
     outside: Mapping[str, Any],
     on: Slice,
 ) -> Forecast:
-    """The forecast, refused where a program or what is held beside it, or outside of all, needs more memory than a device has.
+    """The forecast, refused where a program or what is held beside it, or outside of them, needs more memory than a device has.
 
     ``beside`` are programs that the program called before its step or now and then; ``outside`` is what a device holds at
-    once outside of its calls.
+    once outside of the compiler's figures.
     """
     have = capacity(on)
     large = [part for part in beside if part.timeline is None or part.memory.peak_bytes > have]
@@ -393,14 +393,14 @@ def _checked(
 def _beyond_calls(
     forecast: Forecast, peak_bytes: int, outside: Mapping[str, Any], have: int
 ) -> Forecast:
-    """The forecast, with a line where a device holds more outside of the program's calls than ``peak_bytes``, and refused where that is too much."""
+    """The forecast, with a line where a device holds more outside of the step than ``peak_bytes``, and refused where that is too much."""
     most = outside.get("bytes", 0)
     if most <= (1 + MOVED) * peak_bytes:
         return forecast
     where = f" at {outside['line']}" if outside["line"] else ""
-    line = f"outside of its jitted functions the program holds {gibibytes(most)} of arrays on a device at once{where}, and in them {gibibytes(peak_bytes)}"
+    line = f"outside of its step the program holds {gibibytes(most)} of arrays on a device at once{where}, and in it {gibibytes(peak_bytes)}"
     if most <= have:
-        return replace(forecast, cautions=(*forecast.cautions, line))
+        return replace(forecast, notes=(*forecast.notes, line))
     arrays = [_array(**array) for array in outside["arrays"] if array["memory"] == "device"]
     memory = MemoryMap(peak_bytes=most, estimated_bytes=most, by_kind={HELD: most}, buffers=arrays)
     forecast = replace(
