@@ -203,6 +203,7 @@ w = jax.device_put(w, split)
 for _ in range(10):
     w, y = step(w, x)
     values = np.asarray(y), np.asarray(y), jax.device_get(w)  # y once
+    parts = [np.asarray(shard.data) for shard in w.addressable_shards]  # no more of w
     on_cpu = jax.device_put(w, jax.devices("cpu")[0])
 """
 

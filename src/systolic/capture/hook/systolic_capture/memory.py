@@ -256,7 +256,8 @@ def on_devices(held, devices, others, host_of):
     for (ids, kind), size in held.items():
         for device in ids:
             if kind in HOST:
-                on_host[host_of[device]] = on_host.get(host_of[device], 0) + size
+                host = host_of.get(device, 0)  # of this machine's CPU: of the first
+                on_host[host] = on_host.get(host, 0) + size
             else:
                 on_device[device] = on_device.get(device, 0) + size
     most = {

@@ -29,7 +29,8 @@ class SliceArray(_Array):
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
-        self._read = False
+        self._read = [False]
+        """Whether its value is on the host; of the first device's part and of the whole at once."""
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -181,8 +182,8 @@ class SliceArray(_Array):
 
     def _count_read(self):
         """Counts that its value goes to the host, where it stays."""
-        if not self._read:
-            self._read = True
+        if not self._read[0]:
+            self._read[0] = True
             moves.count_read(self)
 
     def without_memory(self):
@@ -233,6 +234,9 @@ class _Shard:
             buffer=whole.buffer,
         )
         part.known = whole.known
+        # Each device has a link of its own: the first stands for all.
+        first = min(whole.sharding.device_set, key=lambda device: device.id)
+        part._read = whole._read if self.device is first else [True]
         return part
 
 
