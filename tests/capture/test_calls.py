@@ -204,3 +204,9 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)
     assert of(Placed({a: low, b: high}), Placed({a: low, b: high}, "pinned_host")) == (16, 0, 0)
     assert of(Placed({a: every}), Placed({far: every})) == (0, 0, 32)
+    # Each gets half, and the one that has all gives it away.
+    assert of(Placed({a: every}), Placed({a: low, b: high})) == (0, 16, 0)
+    c, d = Device(0), Device(0)
+    quarters = [(builtins.slice(at, at + 2),) for at in (0, 2, 4, 6)]
+    apart = Placed(dict(zip((a, b, c, d), quarters, strict=True)))
+    assert of(Placed({a: every}), apart) == (0, 24, 0)

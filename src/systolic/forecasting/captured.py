@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.capture.program import ArrayMoves, Captured, CapturedCall, CapturedProgram, HeldArray
+from systolic.capture.program import (
+    ArrayMoves,
+    Captured,
+    CapturedCall,
+    CapturedProgram,
+    HeldArray,
+    MovedBytes,
+    OutsidePeak,
+)
 from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
@@ -154,6 +162,20 @@ LARGE_SHARE = 0.05
 """Share of a program's memory from which arguments that could be donated are named."""
 MOVED = 0.01
 """Share of a step that its moves outside of jit take, above which it is told."""
+CAUSES = {
+    "put": ("device_put", "jax.device_put outside of jit moves arrays"),
+    "spread": (
+        "arguments on one device",
+        "jit copies arguments that lie on one device, committed to none, to those of the call",
+    ),
+    "read": ("arrays read", "the program reads arrays on the host"),
+}
+"""For each cause of moves their name in the timeline, and what a line begins with."""
+WAYS = {
+    "host": "between device and host",
+    "devices": "between devices",
+    "slices": "between slices",
+}
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -299,8 +321,8 @@ def forecast_parts(
     calibration = next(
         (part.timeline.calibration for part in parts if part.timeline is not None), None
     )
-    moves = answer.moves or ArrayMoves()
-    moved = _moves(moves, on, calibration)
+    links = _Links.of(on, calibration)
+    moved = {cause: links.spans(moves, CAUSES[cause][0]) for cause, moves in answer.moves.items()}
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -309,7 +331,9 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(_bounded(captured, parts, plan), moved),
+        timeline=_with_moves(
+            _bounded(captured, parts, plan), [span for spans in moved.values() for span in spans]
+        ),
         memory=largest.memory,
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
@@ -328,7 +352,7 @@ def forecast_parts(
         cautions=(
             *answer.cautions,
             *_cautions(parts, plan, on),
-            *_of_moves(moves, moved, plan.seconds),
+            *_of_moves(answer.moves, moved, plan.seconds, links),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
@@ -336,7 +360,7 @@ def forecast_parts(
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    return _checked(forecast, [*parts, *rare], beside, on)
+    return _checked(forecast, [*parts, *rare], beside, answer.outside, on)
 
 
 def _name(parts: Sequence[StepPart]) -> str:
@@ -347,11 +371,16 @@ def _name(parts: Sequence[StepPart]) -> str:
 
 
 def _checked(
-    forecast: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
+    forecast: Forecast,
+    parts: Sequence[StepPart],
+    beside: Sequence[StepPart],
+    outside: OutsidePeak,
+    on: Slice,
 ) -> Forecast:
-    """The forecast, refused where a program or what is held beside it needs more memory than a device has.
+    """The forecast, refused where a program or what is held beside it, or outside of them, needs more memory than a device has.
 
-    ``beside`` are programs that the program called before its step or now and then.
+    ``beside`` are programs that the program called before its step or now and then; ``outside`` is what a device holds at
+    once outside of the compiler's figures.
     """
     have = capacity(on)
     large = [part for part in beside if part.timeline is None or part.memory.peak_bytes > have]
@@ -374,7 +403,27 @@ def _checked(
         remedy = "shard or drop the arrays that lie on a device which the step does not use"
     if refusals or memory.peak_bytes > have:
         return refused(replace(forecast, memory=memory), memory, have, remedy)
-    return forecast
+    return _beyond_calls(forecast, memory.peak_bytes, outside, have)
+
+
+def _beyond_calls(forecast: Forecast, peak_bytes: int, outside: OutsidePeak, have: int) -> Forecast:
+    """The forecast, with a line where a device holds more outside of the step than ``peak_bytes``, and refused where that is too much."""
+    most = outside.bytes
+    if most <= (1 + MOVED) * peak_bytes:
+        return forecast
+    where = f" at {outside.line}" if outside.line else ""
+    line = f"outside of its step the program holds {gibibytes(most)} of arrays on a device at once{where}, and in it {gibibytes(peak_bytes)}"
+    if most <= have:
+        return replace(forecast, notes=(*forecast.notes, line))
+    arrays = [_array(array) for array in outside.arrays if array.memory == "device"]
+    memory = MemoryMap(peak_bytes=most, estimated_bytes=most, by_kind={HELD: most}, buffers=arrays)
+    forecast = replace(
+        forecast,
+        memory=memory,
+        cautions=(f"{line}: it does not fit, and the program fails there", *forecast.cautions),
+    )
+    remedy = "make these arrays sharded in a jitted function with out_shardings, or drop the old ones before there are new ones, or choose a chip with more memory"
+    return refused(forecast, memory, have, remedy)
 
 
 def _remedy(part: StepPart, on: Slice) -> str:
@@ -498,34 +547,47 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
-def _moves(moves: ArrayMoves, on: Slice, calibration: Calibration | None) -> list[Span]:
-    """Seconds of ``jax.device_put`` between two steps, at the rates of the links, that of the host as calibrated: a lower bound."""
-    rates = rates_of(on)
-    host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
-    # A device at a corner has a link along each axis, and two along one that is closed to a ring.
-    links = sum(
-        2 if closed and size > 2 else 1
-        for size, closed in zip(on.topology, on.wrap, strict=True)
-        if size > 1
-    )
-    ways = (
-        (moves.host, Resource.host, host),
-        (moves.devices, Resource.ici, max(links, 1) * rates.link),
-        (moves.slices, Resource.dcn, rates.dcn),
-    )
-    return [
-        Span(
-            name="device_put",
-            opcode="copy",
-            start=0.0,
-            seconds=size / rate,
-            resource=resource,
-            bytes=size,
-            priced_by=PricedBy.bytes,
+@dataclass(frozen=True)
+class _Links:
+    """Bytes/s of the ways that arrays are moved outside of jit, that of the host as calibrated."""
+
+    host: float
+    devices: float
+    slices: float
+
+    @classmethod
+    def of(cls, on: Slice, calibration: Calibration | None) -> "_Links":
+        """Those of a slice's device."""
+        rates = rates_of(on)
+        host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
+        # A device at a corner has a link along each axis, and two along one that is closed to a ring.
+        links = sum(
+            2 if closed and size > 2 else 1
+            for size, closed in zip(on.topology, on.wrap, strict=True)
+            if size > 1
         )
-        for size, resource, rate in ways
-        if size and rate
-    ]
+        return cls(host=host, devices=max(links, 1) * rates.link, slices=rates.dcn)
+
+    def spans(self, moves: MovedBytes, name: str) -> list[Span]:
+        """Seconds of what is moved between two steps, at the rates of the links: a lower bound."""
+        ways = (
+            (moves.host, Resource.host, self.host),
+            (moves.devices, Resource.ici, self.devices),
+            (moves.slices, Resource.dcn, self.slices),
+        )
+        return [
+            Span(
+                name=name,
+                opcode="copy",
+                start=0.0,
+                seconds=size / rate,
+                resource=resource,
+                bytes=round(size),
+                priced_by=PricedBy.bytes,
+            )
+            for size, resource, rate in ways
+            if size and rate
+        ]
 
 
 def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
@@ -541,20 +603,47 @@ def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
     return timeline
 
 
-def _of_moves(moves: ArrayMoves, moved: Sequence[Span], step: float) -> list[str]:
-    """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
-    seconds = sum(span.seconds for span in moved)
-    if seconds <= MOVED * step:
-        return []
-    ways = {
-        Resource.host: "between device and host",
-        Resource.ici: "between devices",
-        Resource.dcn: "between slices",
-    }
-    sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
-    return [
-        f"jax.device_put outside of jit moves arrays {plural(moves.times, 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
-    ]
+def _of_moves(
+    moves: Mapping[str, ArrayMoves],
+    moved: Mapping[str, Sequence[Span]],
+    step: float,
+    links: _Links,
+) -> list[str]:
+    """The lines of what is moved outside of the step's programs, which take ``step`` seconds."""
+    lines = []
+    for cause, mean in moves.items():
+        seconds = sum(span.seconds for span in moved[cause])
+        if seconds <= MOVED * step:
+            continue
+        name, begin = CAUSES[cause]
+        rates = "at the rates of the links, counted behind the step's programs and not beside them"
+        some = mean.some
+        if some is None:
+            lines.append(
+                f"{begin} {_times(mean.times)} a step, {_sizes(mean)} on the device with the most: {duration(seconds)} {rates}"
+            )
+            continue
+        taken = sum(span.seconds for span in links.spans(some, name))
+        rare = f"every {some.every:.3g} steps ({some.steps:,} of {some.of:,} that were recorded), {_sizes(some)} on the device with the most, {duration(taken)} {rates}: {duration(taken / some.every)} of a step on average"
+        always = mean.without(some)
+        if max(always.host, always.devices, always.slices) >= 1:
+            lines.append(
+                f"{begin} {_times(always.times)} a step, {_sizes(always)} on the device with the most; and more {rare}, {duration(seconds)} with the others"
+            )
+        else:
+            lines.append(f"{begin} with some steps alone, {rare}")
+    return lines
+
+
+def _times(number: float) -> str:
+    """How often, with a decimal where it is no whole number."""
+    return plural(round(number) if abs(number - round(number)) < 0.05 else round(number, 1), "time")
+
+
+def _sizes(moves: MovedBytes) -> str:
+    """Bytes of moves by the links that they take."""
+    sizes = ((moves.host, "host"), (moves.devices, "devices"), (moves.slices, "slices"))
+    return ", ".join(f"{gibibytes(round(size))} {WAYS[kind]}" for size, kind in sizes if size >= 1)
 
 
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
@@ -614,7 +703,8 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"other calls of jitted functions, and how often: {', '.join(named)}{more}; --step NAME takes another function for the step"
         )
-    if number := answer.operations_per_step:
+    number = round(answer.operations_per_step, 1)
+    if number := int(number) if number == int(number) else number:
         notes.append(
             f"a step has {plural(number, 'operation')} on the slice's arrays outside of the program's own jitted functions, which the time leaves out"
         )

@@ -138,6 +138,16 @@ def _says_itself(key):
     )
 
 
+def kept(params):
+    """Whether the compiled program has each argument of a call: jit drops those that no result needs."""
+    body = shardings.inner(params["jaxpr"]).jaxpr
+    if params.get("keep_unused"):
+        return [True] * len(body.invars)
+    from jax._src.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[1])
+
+
 def live_bytes(jaxpr):
     """The most bytes of values that are alive at once while a body runs operation by operation, over all devices.
 

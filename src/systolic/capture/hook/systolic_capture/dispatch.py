@@ -169,6 +169,16 @@ def put(value, where):
     return array
 
 
+def _donate(value, placed, semantics, index):
+    """Frees what ``jax.device_put`` was told to donate, once it is placed."""
+    kind = semantics[index] if isinstance(semantics, (list, tuple)) and semantics else None
+    if getattr(kind, "name", "") != "DONATE_INPUT" or not arrays.is_slice_array(value):
+        return
+    value.donated()
+    if value.buffer and getattr(placed, "buffer", None) is not value.buffer:
+        value.buffer.free()
+
+
 def patch_put(dispatch):
     """``jax.device_put``."""
     real = dispatch._batched_device_put_impl
@@ -187,6 +197,7 @@ def patch_put(dispatch):
         for index, (value, where) in enumerate(zip(values, devices, strict=True)):
             if wanted[index]:
                 outs.append(put(value, where))
+                _donate(value, outs[-1], kwargs.get("copy_semantics", ()), index)
             else:
                 options = {
                     name: [option[index]] if isinstance(option, (list, tuple)) else option
@@ -339,10 +350,11 @@ def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     arrays.check(args)
     call = calls.Call(args, params, is_own(params["jaxpr"]))
-    outs = call.results()
-    counters.tell(params["jaxpr"], args, outs)
-    born = calls.record(call)
-    call.donate()
+    with contextlib.nullcontext() if call.own else memory.inside_call():
+        outs = call.results()
+        counters.tell(params["jaxpr"], args, outs)
+        born = calls.record(call)
+        call.donate()
     born = arrays.latest(args) if born is None else born
     for out in filter(arrays.is_slice_array, outs):
         out.born = born
@@ -371,8 +383,9 @@ def patch_stages(stages):
             kwargs["lowering_platforms"] = ("tpu",)
         lowered = real_lower(self, *args, **kwargs)
         with contextlib.suppress(AttributeError, TypeError):
-            in_shardings = getattr(self, "_params", {}).get("in_shardings", ())
-            _bodies[lowered._lowering] = {"jaxpr": self.jaxpr, "in_shardings": in_shardings}
+            params = getattr(self, "_params", {})
+            places = {name: params.get(name, ()) for name in ("in_shardings", "out_shardings")}
+            _bodies[lowered._lowering] = {"jaxpr": self.jaxpr, **places}
         return lowered
 
     @functools.wraps(real_compile)

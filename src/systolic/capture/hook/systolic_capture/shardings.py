@@ -160,6 +160,22 @@ def of_results(args, params, mesh, first_device, compiled):
     ]
 
 
+def of_loose(args, params, mesh):
+    """Sharding to which a call takes each argument that is committed nowhere: the declared one, or all devices of its mesh, or those of the others; None of one that stays."""
+    declared = [
+        where if bridge.is_sharding(where) and bridge.on_slice(where) else None
+        for where in params["in_shardings"]
+    ]
+    committed = [arg for arg in args if arrays.is_slice_array(arg) and arg._committed]
+    mesh = mesh or mesh_of(committed) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
+    alone = committed[0].sharding if committed else None
+    other = alone if mesh is None else replicated(mesh)
+    return [
+        None if arrays.is_slice_array(arg) and arg._committed else _concrete(where, mesh) or other
+        for arg, where in zip(args, declared, strict=True)
+    ]
+
+
 def _divides(sharding, aval):
     """Whether a sharding splits an array evenly, as that of a result of jit does."""
     try:
