@@ -156,7 +156,7 @@ def test_the_most_outside_of_calls(
         assert "fails there" not in text
     else:
         assert made.rejected is not None
-        assert made.rejected["need_bytes"] >= least
+        assert made.rejected.need_bytes >= least
         assert made.cautions[0] == text
         assert "it does not fit, and the program fails there" in text
 
