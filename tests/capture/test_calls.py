@@ -73,6 +73,29 @@ def test_layers_after_a_buffer_was_filled(tmp_path: Path) -> None:
     assert made.hardware_flops == pytest.approx((48 + 4) * 2 * 256 * 1024**2, rel=0.01)
 
 
+def test_loops_and_branches_outside_of_jit(tmp_path: Path) -> None:
+    captured = captured_of("loops.py", "v5e-1", tmp_path)
+    calls = [one["name"] for one in captured.programs]
+    assert calls == ["train_step", "body", "larger", "part", "checked_fun", "average"]
+    made = forecast_captured(captured, slice("v5e-1"))
+    # By hand: a hundred steps of two matmuls of 256 rows, three trips of one, and three beside.
+    flops = 100 * 2 * 2 * 256 * 512**2 + (3 + 3) * 2 * 512**3
+    assert made.hardware_flops == pytest.approx(flops, rel=0.01)
+    assert made.step_seconds is not None
+    assert made.step_seconds > flops / 197e12
+
+
+@pytest.mark.parametrize("where", ["device", "mesh"])
+def test_arrays_in_the_memory_of_the_host(tmp_path: Path, where: str) -> None:
+    captured = captured_of("offloading.py", "v5e-1", tmp_path, where)
+    assert [one["calls_per_step"] for one in captured.programs] == [1, 1]
+    made = forecast_captured(captured, slice("v5e-1"))
+    assert made.recipe == "step + activation"
+    # By hand: the slope, and beside it weights and batch; the kept activations and the moment take none of the device.
+    assert made.memory.by_kind["inputs"] == 4 * MIB
+    assert made.memory.by_kind[HELD] == 4 * MIB + MIB // 2
+
+
 def test_a_donated_array_is_refused_as_jax_does(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         captured_of("deleted.py", "v5e-1", tmp_path)

@@ -65,8 +65,10 @@ class Call:
 
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
-        self.name = bodies.name_of(params["jaxpr"], str(params.get("name") or "jit"))
-        self.source = body.source
+        name = str(params.get("name") or "jit")
+        self.name = bodies.name_of(params["jaxpr"], name)
+        flow = bodies.flow_in(params["jaxpr"], name)
+        self.source = body.source if flow is None else shardings.inner(flow).source
         self.own = own
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()

@@ -1,5 +1,8 @@
 """Shardings of a call's results: given, constrained in its body, or like an argument."""
 
+import contextlib
+import os
+
 from systolic_capture import arrays, bridge
 
 ELEMENTWISE = frozenset(
@@ -34,6 +37,18 @@ def inner(jaxpr):
     return Inner(jaxpr)
 
 
+_root = []
+
+
+def is_of_jax(source):
+    """Whether a place in a file is one of jax itself."""
+    import jax
+
+    if not _root:
+        _root.append(os.path.dirname(os.path.abspath(jax.__file__)) + os.sep)
+    return _root[0] in source
+
+
 def names_slice(jaxpr):
     """Whether a sharding in the body is one of the slice."""
     from jax._src import dispatch
@@ -61,16 +76,17 @@ def concrete_mesh(jaxpr):
 
 
 def placed(aval, sharding):
-    """The aval of an array that is placed: with its sharding as its type where the mesh's axes are explicit."""
+    """The aval of an array that is placed: its type says its memory, and its sharding where the mesh's axes are explicit."""
     from jax._src import core
 
-    update = getattr(core, "update_aval_with_sharding", None)
-    if update is None:
+    if (update := getattr(core, "update_aval_with_sharding", None)) is None:
         return aval
-    try:
-        return update(aval, sharding)
-    except Exception:
-        return aval
+    with contextlib.suppress(Exception):
+        aval = update(aval, sharding)
+        if hasattr(aval, "memory_space"):
+            space = core.mem_kind_to_space(getattr(sharding, "memory_kind", None))
+            aval = aval.update(memory_space=space)
+    return aval
 
 
 def typed(aval, mesh):
@@ -137,17 +153,17 @@ def of_results(args, params, mesh, first_device, compiled):
         if bridge.is_sharding(place) and bridge.on_slice(place):
             known[index] = place
     inside = flow(params["jaxpr"], known)
-    if mesh is None and not any(place is not None for place in known):
-        return [(first_device(), False) for _ in avals]
     if mesh is None:
-        single = next(place for place in known if place is not None)
-        return [(single, True) for _ in avals]
+        single = next((place for place in known if place is not None), None)
+        return _on_one_device(avals, params, inside, single or first_device(), single is not None)
     places = alike(args, known)
     answer = []
     for index, aval in enumerate(avals):
         declared = params["out_shardings"][index]
         like = next_alike(places, aval)
-        where = _concrete(declared, mesh) or typed(aval, mesh) or inside[index] or like
+        where = _concrete(declared, mesh) or typed(aval, mesh)
+        if where is None:
+            where = in_memory(inside[index] or like, aval, inside[index])
         if where is None and not getattr(aval, "shape", ()):
             where = replicated(mesh)
         answer.append(where)
@@ -158,6 +174,30 @@ def of_results(args, params, mesh, first_device, compiled):
         (where if where is not None and _divides(where, aval) else replicated(mesh), True)
         for where, aval in zip(answer, avals, strict=True)
     ]
+
+
+def _on_one_device(avals, params, inside, single, committed):
+    """Sharding of each result where no mesh is: as declared, else on the device of the arguments, in the body's memory."""
+    answer = []
+    for declared, aval, flowed in zip(params["out_shardings"], avals, inside, strict=True):
+        if bridge.is_sharding(declared) and bridge.on_slice(declared):
+            answer.append((declared, True))
+        else:
+            answer.append((in_memory(single, aval, flowed), committed))
+    return answer
+
+
+def in_memory(where, aval, flowed):
+    """A sharding in the kind of memory that the body has a result in: as it is typed, or before jax 0.7 where it flowed to."""
+    if where is None:
+        return None
+    space = getattr(getattr(aval, "memory_space", None), "name", None)
+    if space is None:
+        kind = getattr(flowed, "memory_kind", None) or "device"
+    else:
+        kind = {"Host": "pinned_host"}.get(space, "device")
+    has = where.memory_kind or "device"
+    return where if has == kind else where.with_memory_kind(kind)
 
 
 def _divides(sharding, aval):
@@ -246,6 +286,8 @@ def _through(eqn, ins):
             mesh = next((where.mesh for where in ins if hasattr(where, "mesh")), None) or _context()
             return [None if mesh is None else _concrete(constraint, mesh)]
         return [constraint if bridge.on_slice(constraint) else None]
+    if name == "device_put":
+        return [_put(where, target) for where, target in zip(ins, params["devices"], strict=True)]
     if name in ("pjit", "jit"):
         declared = [
             where if bridge.is_sharding(where) and bridge.on_slice(where) else None
@@ -271,6 +313,16 @@ def _through(eqn, ins):
     if name in ELEMENTWISE:
         return [_same_shape(eqn, ins, var) for var in eqn.outvars]
     return [None] * len(eqn.outvars)
+
+
+def _put(where, target):
+    """Place that ``device_put`` within a body gives an array: what it names, or in another memory of the same devices."""
+    target = getattr(target, "sharding", target)  # of a Format
+    if bridge.is_sharding(target):
+        return target if bridge.on_slice(target) else None
+    named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
+    kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
+    return where if where is None or not isinstance(kind, str) else where.with_memory_kind(kind)
 
 
 def _of_shards(params, index):
