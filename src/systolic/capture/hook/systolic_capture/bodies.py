@@ -194,13 +194,24 @@ def live_bytes(jaxpr):
     return most
 
 
+def operations(jaxpr):
+    """Operations of a body with those inside of it."""
+    eqns = shardings.inner(jaxpr).jaxpr.eqns
+    return len(eqns) + sum(operations(part) for eqn in eqns for part in _inner(eqn))
+
+
 def _vars(atoms):
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def _bytes(var):
-    size = getattr(getattr(var.aval, "dtype", None), "itemsize", 4)
-    for dim in getattr(var.aval, "shape", ()):
+    return bytes_of(var.aval)
+
+
+def bytes_of(aval):
+    """Bytes of a value over all devices, each part once."""
+    size = getattr(getattr(aval, "dtype", None), "itemsize", 4)
+    for dim in getattr(aval, "shape", ()):
         size *= dim if isinstance(dim, int) else 1
     return size
 

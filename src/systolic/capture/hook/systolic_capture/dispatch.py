@@ -93,6 +93,10 @@ def patch_core(core):
                 return real(
                     self, primitive, args, params
                 )  # a call of jit, or the operations inside
+            if _is_split(primitive, args, params):
+                from jax._src import dispatch
+
+                return dispatch.apply_primitive(primitive, *args, **params)
             return _operation(primitive, args, params)
         with bridge.Cpu():
             return real(self, primitive, args, params)
@@ -117,6 +121,20 @@ def _is_large(primitive, args, params):
     except Exception:
         return False
     return any(_bytes(aval) > MOST_BYTES for aval in results)
+
+
+def _is_split(primitive, args, params):
+    """Whether jax compiles an operation by itself, of which the partitioner splits a large result over devices."""
+    mesh = shardings.mesh_of(args)
+    impl = getattr(primitive.impl, "func", primitive.impl)
+    own = getattr(impl, "__name__", "") in ("apply_primitive", "_slice_impl")
+    if mesh is None or mesh.size == 1 or not own:
+        return False
+    try:
+        results = _results(primitive, _avals(args), params)
+    except Exception:
+        return False
+    return any(map(shardings.is_large, results))
 
 
 def _results(primitive, avals, params):
