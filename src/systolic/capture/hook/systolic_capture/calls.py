@@ -49,6 +49,8 @@ NO_ARRAYS = (0, 0, -1, ())
 
 _lock = threading.RLock()
 _known = {}
+_places = {}
+"""Shardings of the results of each kind of call, of jax's own functions too."""
 _sequence = []
 _operations = {}
 _likely = {}
@@ -67,8 +69,10 @@ class Call:
 
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
-        self.name = bodies.name_of(params["jaxpr"], str(params.get("name") or "jit"))
-        self.source = body.source
+        name = str(params.get("name") or "jit")
+        self.name = bodies.name_of(params["jaxpr"], name)
+        flow = bodies.flow_in(params["jaxpr"], name)
+        self.source = body.source if flow is None else shardings.inner(flow).source
         self.own = own
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()
@@ -162,32 +166,21 @@ class Call:
     def results(self):
         """The results in shape alone."""
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
-        known = _known.get(self.key)
-        if known is not None:
-            places = known.places
-        else:
-            places = shardings.of_results(
-                self.args, self.params, self.mesh, dispatch.first_device, self._chosen
+        places = _places.get(self.key)
+        if places is None:
+            places = _places[self.key] = shardings.of_results(
+                self.args,
+                self.params,
+                self.mesh,
+                dispatch.first_device,
+                shardings.Partitions(self.name, self.jaxpr, self.lower),
             )
         self.places = places
-        body = shardings.inner(self.params["jaxpr"]).jaxpr
+        # A result that is an argument is a copy: jax forwards none of its top-level calls', from 0.5 to 0.12.
         return [
-            dispatch.stand_in(
-                shardings.placed(aval, where[0]), *where, buffer=self._forwarded(var, where[0])
-            )
-            for var, aval, where in zip(body.outvars, avals, places, strict=True)
+            dispatch.stand_in(shardings.placed(aval, where[0]), *where)
+            for aval, where in zip(avals, places, strict=True)
         ]
-
-    def _forwarded(self, var, where):
-        """The buffer of the argument that a result is, which jax gives as it is; None of a result that is computed."""
-        body = shardings.inner(self.params["jaxpr"]).jaxpr
-        index = next((n for n, invar in enumerate(body.invars) if invar is var), None)
-        donated = self.params.get("donated_invars")
-        if index is None or index >= len(self.values) or (donated and donated[index]):
-            return None
-        value = self.values[index]
-        same = arrays.is_slice_array(value) and value.sharding == where
-        return value.buffer or None if same else None
 
     def donate(self):
         """Frees the memory of the arguments that it donates."""
@@ -197,19 +190,6 @@ class Call:
             body = shardings.inner(self.params["jaxpr"]).jaxpr
             arrays.donate(zip(self.values, flags, strict=False), body.outvars, self.places)
         self.values = []
-
-    def _chosen(self):
-        """Shardings of the results that the compiler chooses; None where it fails."""
-        report.say(stage=f"compiling {self.name} for the shardings of its results")
-        try:
-            compiled = self.lower().compile(compiler_options=_least_effort())
-            return list(compiled._out_shardings)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:160]
-            note(
-                f"the shardings of the results of {self.name} are taken as whole on every device: compiling it failed ({reason})"
-            )
-            return None
 
     def lower(self):
         """The call lowered for TPUs."""
@@ -280,15 +260,6 @@ def _of_host(value):
     return arrays.array_class()(
         dispatch.aval_of(value), dispatch.first_device(), False, buffer=False
     )
-
-
-def _least_effort():
-    """Options of the quickest compile; jax 0.11 took the finer one away."""
-    from jax._src import config
-
-    if hasattr(config, "exec_time_optimization_effort"):
-        return {"exec_time_optimization_effort": -1.0}
-    return {"optimization_level": 1}
 
 
 def _unspecified():

@@ -103,7 +103,9 @@ class CapturedCompiled:
                 {**params, "out_shardings": declared},
                 mesh,
                 dispatch.first_device,
-                self._chosen,
+                shardings.Partitions(
+                    self._call.name, params["jaxpr"], lambda: lowering, self._chosen
+                ),
             )
             return [where for where, _ in places]
         args = list(filter(arrays.is_slice_array, args))
@@ -115,8 +117,10 @@ class CapturedCompiled:
         ]
 
     def _chosen(self):
-        """Shardings of the results that the compiler chooses; None where it fails."""
-        return list(self._compiled._executable._out_shardings) if self._compiled else None
+        """Shardings of the results that the compiler chooses."""
+        if self._compiled is None:
+            raise RuntimeError("the compiler refuses it")
+        return list(self._compiled._executable._out_shardings)
 
     @functools.cached_property
     def _compiled(self):
