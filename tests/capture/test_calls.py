@@ -79,7 +79,7 @@ def test_layers_after_a_buffer_was_filled(tmp_path: Path) -> None:
 
 def test_loops_and_branches_outside_of_jit(tmp_path: Path) -> None:
     captured = captured_of("loops.py", "v5e-1", tmp_path)
-    calls = [one["name"] for one in captured.programs]
+    calls = [one.name for one in captured.programs]
     assert calls == ["train_step", "body", "larger", "part", "checked_fun", "average"]
     made = forecast_captured(captured, slice("v5e-1"))
     # By hand: a hundred steps of two matmuls of 256 rows, three trips of one, and three beside.
@@ -92,7 +92,7 @@ def test_loops_and_branches_outside_of_jit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["device", "mesh"])
 def test_arrays_in_the_memory_of_the_host(tmp_path: Path, where: str) -> None:
     captured = captured_of("offloading.py", "v5e-1", tmp_path, where)
-    assert [one["calls_per_step"] for one in captured.programs] == [1, 1]
+    assert [one.calls_per_step for one in captured.programs] == [1, 1]
     made = forecast_captured(captured, slice("v5e-1"))
     assert made.recipe == "step + activation"
     # By hand: the slope, and beside it weights and batch; the kept activations and the moment take none of the device.

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.capture.program import (
-    ArrayMoves,
     Captured,
     CapturedCall,
     CapturedProgram,
     HeldArray,
-    MovedBytes,
     OutsidePeak,
 )
 from systolic.chips import Slice
@@ -26,6 +24,7 @@ from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
+from systolic.forecasting import moves
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
     HELD,
@@ -39,12 +38,9 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.parse import check
-from systolic.sim.calibration import Calibration
-from systolic.sim.cost_kinds import PriceCorrection
 from systolic.sim.incomplete import NOTHING, Gaps, Given
-from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
+from systolic.sim.timeline import Resource, Span, Timeline
 
 STEPS = 16
 """Steps that are laid out, one after the other; the time of a step is the mean of the second half."""
@@ -160,22 +156,6 @@ MOST_NAMED = 8
 """Programs of a step that are named."""
 LARGE_SHARE = 0.05
 """Share of a program's memory from which arguments that could be donated are named."""
-MOVED = 0.01
-"""Share of a step that its moves outside of jit take, above which it is told."""
-CAUSES = {
-    "put": ("device_put", "jax.device_put outside of jit moves arrays"),
-    "spread": (
-        "arguments on one device",
-        "jit copies arguments that lie on one device, committed to none, to those of the call",
-    ),
-    "read": ("arrays read", "the program reads arrays on the host"),
-}
-"""For each cause of moves their name in the timeline, and what a line begins with."""
-WAYS = {
-    "host": "between device and host",
-    "devices": "between devices",
-    "slices": "between slices",
-}
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -321,8 +301,8 @@ def forecast_parts(
     calibration = next(
         (part.timeline.calibration for part in parts if part.timeline is not None), None
     )
-    links = _Links.of(on, calibration)
-    moved = {cause: links.spans(moves, CAUSES[cause][0]) for cause, moves in answer.moves.items()}
+    links = moves.Links.of(on, calibration)
+    moved = {cause: links.spans(own, moves.CAUSES[cause][0]) for cause, own in answer.moves.items()}
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -331,7 +311,7 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(
+        timeline=moves.with_moves(
             _bounded(captured, parts, plan), [span for spans in moved.values() for span in spans]
         ),
         memory=largest.memory,
@@ -352,7 +332,7 @@ def forecast_parts(
         cautions=(
             *answer.cautions,
             *_cautions(parts, plan, on),
-            *_of_moves(answer.moves, moved, plan.seconds, links),
+            *moves.lines_of(answer.moves, moved, plan.seconds, links),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
@@ -409,7 +389,7 @@ def _checked(
 def _beyond_calls(forecast: Forecast, peak_bytes: int, outside: OutsidePeak, have: int) -> Forecast:
     """The forecast, with a line where a device holds more outside of the step than ``peak_bytes``, and refused where that is too much."""
     most = outside.bytes
-    if most <= (1 + MOVED) * peak_bytes:
+    if most <= (1 + moves.MOVED) * peak_bytes:
         return forecast
     where = f" at {outside.line}" if outside.line else ""
     line = f"outside of its step the program holds {gibibytes(most)} of arrays on a device at once{where}, and in it {gibibytes(peak_bytes)}"
@@ -545,105 +525,6 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
         given=tuple(line for timeline in timelines for line in timeline.given),
         turn_seconds=max((timeline.turn_seconds for timeline in timelines), default=0.0),
     )
-
-
-@dataclass(frozen=True)
-class _Links:
-    """Bytes/s of the ways that arrays are moved outside of jit, that of the host as calibrated."""
-
-    host: float
-    devices: float
-    slices: float
-
-    @classmethod
-    def of(cls, on: Slice, calibration: Calibration | None) -> "_Links":
-        """Those of a slice's device."""
-        rates = rates_of(on)
-        host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
-        # A device at a corner has a link along each axis, and two along one that is closed to a ring.
-        links = sum(
-            2 if closed and size > 2 else 1
-            for size, closed in zip(on.topology, on.wrap, strict=True)
-            if size > 1
-        )
-        return cls(host=host, devices=max(links, 1) * rates.link, slices=rates.dcn)
-
-    def spans(self, moves: MovedBytes, name: str) -> list[Span]:
-        """Seconds of what is moved between two steps, at the rates of the links: a lower bound."""
-        ways = (
-            (moves.host, Resource.host, self.host),
-            (moves.devices, Resource.ici, self.devices),
-            (moves.slices, Resource.dcn, self.slices),
-        )
-        return [
-            Span(
-                name=name,
-                opcode="copy",
-                start=0.0,
-                seconds=size / rate,
-                resource=resource,
-                bytes=round(size),
-                priced_by=PricedBy.bytes,
-            )
-            for size, resource, rate in ways
-            if size and rate
-        ]
-
-
-def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
-    """A step with what is moved outside of its programs behind it."""
-    for span in moved:
-        timeline = replace(
-            timeline,
-            seconds=timeline.seconds + span.seconds,
-            spans=(*timeline.spans, replace(span, start=timeline.seconds)),
-            most=timeline.most and _with_moves(timeline.most, [span]),
-            least=timeline.least and _with_moves(timeline.least, [span]),
-        )
-    return timeline
-
-
-def _of_moves(
-    moves: Mapping[str, ArrayMoves],
-    moved: Mapping[str, Sequence[Span]],
-    step: float,
-    links: _Links,
-) -> list[str]:
-    """The lines of what is moved outside of the step's programs, which take ``step`` seconds."""
-    lines = []
-    for cause, mean in moves.items():
-        seconds = sum(span.seconds for span in moved[cause])
-        if seconds <= MOVED * step:
-            continue
-        name, begin = CAUSES[cause]
-        rates = "at the rates of the links, counted behind the step's programs and not beside them"
-        some = mean.some
-        if some is None:
-            lines.append(
-                f"{begin} {_times(mean.times)} a step, {_sizes(mean)} on the device with the most: {duration(seconds)} {rates}"
-            )
-            continue
-        taken = sum(span.seconds for span in links.spans(some, name))
-        rare = f"every {some.every:.3g} steps ({some.steps:,} of {some.of:,} that were recorded), {_sizes(some)} on the device with the most, {duration(taken)} {rates}: {duration(taken / some.every)} of a step on average"
-        always = mean.without(some)
-        if max(always.host, always.devices, always.slices) >= 1:
-            lines.append(
-                f"{begin} {_times(always.times)} a step, {_sizes(always)} on the device with the most; and more {rare}, {duration(seconds)} with the others"
-            )
-        else:
-            lines.append(f"{begin} with some steps alone, {rare}")
-    return lines
-
-
-def _times(number: float) -> str:
-    """How often, with a decimal where it is no whole number."""
-    return plural(round(number) if abs(number - round(number)) < 0.05 else round(number, 1), "time")
-
-
-def _sizes(moves: MovedBytes) -> str:
-    """Bytes of moves by the links that they take."""
-    sizes = ((moves.host, "host"), (moves.devices, "devices"), (moves.slices, "slices"))
-    return ", ".join(f"{gibibytes(round(size))} {WAYS[kind]}" for size, kind in sizes if size >= 1)
 
 
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
