@@ -3,12 +3,16 @@
 import builtins
 import functools
 import importlib
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from systolic.capture import capture
@@ -71,6 +75,43 @@ def test_layers_after_a_buffer_was_filled(tmp_path: Path) -> None:
     assert calls == {"layer": 48, "head": 1}
     made = forecast_captured(captured, slice("v5e-1"))
     assert made.hardware_flops == pytest.approx((48 + 4) * 2 * 256 * 1024**2, rel=0.01)
+
+
+def test_loops_and_branches_outside_of_jit(tmp_path: Path) -> None:
+    captured = captured_of("loops.py", "v5e-1", tmp_path)
+    calls = [one.name for one in captured.programs]
+    assert calls == ["train_step", "body", "larger", "part", "checked_fun", "average"]
+    made = forecast_captured(captured, slice("v5e-1"))
+    # By hand: a hundred steps of two matmuls of 256 rows, three trips of one, and three beside.
+    flops = 100 * 2 * 2 * 256 * 512**2 + (3 + 3) * 2 * 512**3
+    assert made.hardware_flops == pytest.approx(flops, rel=0.01)
+    assert made.step_seconds is not None
+    assert made.step_seconds > flops / 197e12
+
+
+@pytest.mark.parametrize("where", ["device", "mesh"])
+def test_arrays_in_the_memory_of_the_host(tmp_path: Path, where: str) -> None:
+    captured = captured_of("offloading.py", "v5e-1", tmp_path, where)
+    assert [one.calls_per_step for one in captured.programs] == [1, 1]
+    made = forecast_captured(captured, slice("v5e-1"))
+    assert made.recipe == "step + activation"
+    # By hand: the slope, and beside it weights and batch; the kept activations and the moment take none of the device.
+    assert made.memory.by_kind["inputs"] == 4 * MIB
+    assert made.memory.by_kind[HELD] == 4 * MIB + MIB // 2
+
+
+def test_results_lie_where_jax_puts_them(tmp_path: Path) -> None:
+    real, here = tmp_path / "real.json", tmp_path / "here.json"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, str(PROGRAMS / "results.py"), str(real)]
+    subprocess.run(command, env={**os.environ, **flags}, check=True)
+    made = forecast_of("results.py", "v5e-8", tmp_path, str(here))
+    expected, captured = (json.loads(path.read_text()) for path in (real, here))
+    differ = {name: captured[name] for name in expected if captured[name] != expected[name]}
+    assert differ == {}
+    # By hand: the first table beside the one that a step takes and the copy that it gives back.
+    assert made.memory.by_kind[HELD] == 4 * MIB + MIB // 4
+    assert not any("guess" in line for line in made.cautions)
 
 
 def test_a_donated_array_is_refused_as_jax_does(tmp_path: Path) -> None:
@@ -176,6 +217,38 @@ def test_the_most_bytes_alive(bodies) -> None:
     assert bodies.live_bytes(inside) == 3 * MIB + 4
 
 
+def test_a_guess_is_a_note(bodies, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.import_module(f"{HOOKED}.report"), "FOLDER", str(tmp_path))
+    shardings = importlib.import_module(f"{HOOKED}.shardings")
+    calls = importlib.import_module(f"{HOOKED}.calls")
+
+    def lower():
+        raise ValueError("no such kernel")
+
+    body = jax.make_jaxpr(lambda x: x @ x)(jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.float32))
+    partitions = shardings.Partitions("product", body, lower)
+    assert partitions.of_pass(None) is None
+    assert partitions.of_compiler([0], body.out_avals, ["of x"]) == ["of x"]
+    line = calls.notes.pop()
+    assert "1 results of product, 1.00 GiB over all devices, are a guess: 1 are taken" in line
+    assert "compiling it failed (no such kernel)" in line
+
+
+def test_axes_that_the_partitioner_splits(bodies) -> None:
+    shardings = importlib.import_module(f"{HOOKED}.shardings")
+    devices = np.array([jax.devices()[0]] * 8, object)
+    mesh = jax.sharding.Mesh(devices.reshape(4, 2), ("data", "model"))
+
+    def of(dims: str):
+        found = shardings._sharding(f"#sdy.sharding<@mesh, [{dims}]>", {"mesh": mesh})
+        return dict(found.mesh.shape), tuple(found.spec)
+
+    assert of('{"model"}, {}, {"data"}') == ({"data": 4, "model": 2}, ("model", None, "data"))
+    assert of('{"data", "model"}, {}') == ({"data": 4, "model": 2}, (("data", "model"),))
+    parts = {"data:1": 2, "data:2": 2, "model": 2}
+    assert of('{"data":(1)2}, {"model", "data":(2)2}') == (parts, ("data:1", ("model", "data:2")))
+
+
 def test_bytes_that_a_device_gets(bodies) -> None:
     moves = importlib.import_module(f"{HOOKED}.moves")
 
@@ -204,3 +277,9 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)
     assert of(Placed({a: low, b: high}), Placed({a: low, b: high}, "pinned_host")) == (16, 0, 0)
     assert of(Placed({a: every}), Placed({far: every})) == (0, 0, 32)
+    # Each gets half, and the one that has all gives it away.
+    assert of(Placed({a: every}), Placed({a: low, b: high})) == (0, 16, 0)
+    c, d = Device(0), Device(0)
+    quarters = [(builtins.slice(at, at + 2),) for at in (0, 2, 4, 6)]
+    apart = Placed(dict(zip((a, b, c, d), quarters, strict=True)))
+    assert of(Placed({a: every}), apart) == (0, 24, 0)

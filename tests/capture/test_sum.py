@@ -52,7 +52,7 @@ def test_a_step_of_two_programs_has_the_range_of_its_open_branch(branches: Captu
 
 def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Captured) -> None:
     on = slice("v5e-1")
-    moves = ArrayMoves(host=GIB, times=1)
+    moves = {"put": ArrayMoves(host=GIB, times=1)}
     moving = replace(branches, answer=msgspec.structs.replace(branches.answer, moves=moves))
     rate = Factor(value=GIB, low=GIB, high=GIB, ops=3, works=3, seconds=3.0)
     calibration = Calibration(name="mine", chip="v5e", factors={CostKind.host: rate})

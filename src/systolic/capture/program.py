@@ -147,13 +147,48 @@ class OtherFunction(msgspec.Struct, frozen=True):
     calls: int
 
 
-class ArrayMoves(msgspec.Struct, frozen=True):
-    """Bytes of a device that ``jax.device_put`` moves between two steps, and how often."""
+class MovedBytes(msgspec.Struct, frozen=True):
+    """Bytes of a device that are moved outside of jit from one step to the next, by way, and how often."""
 
-    host: int = 0
-    devices: int = 0
-    slices: int = 0
-    times: int = 0
+    host: float = 0.0
+    devices: float = 0.0
+    slices: float = 0.0
+    times: float = 0.0
+
+
+class RareMoves(MovedBytes, frozen=True, kw_only=True):
+    """Moves that come with some steps alone: those of one of these steps."""
+
+    steps: int
+    of: int
+    """Steps that were recorded, of which ``steps`` have them."""
+    every: float
+    """Steps from one to the next."""
+
+
+class ArrayMoves(MovedBytes, frozen=True, kw_only=True):
+    """Moves of one cause, in the mean over the recorded steps."""
+
+    some: RareMoves | None = None
+
+    def without(self, some: RareMoves) -> MovedBytes:
+        """Those that come with each step."""
+        return MovedBytes(
+            host=self.host - some.host / some.every,
+            devices=self.devices - some.devices / some.every,
+            slices=self.slices - some.slices / some.every,
+            times=self.times - some.times / some.every,
+        )
+
+
+class OutsidePeak(msgspec.Struct, frozen=True):
+    """The most that a device holds outside of the recorded calls."""
+
+    bytes: int = 0
+    line: str = ""
+    """Line of the program."""
+    arrays: list[HeldArray] = []
+    """The largest, where it is more than a device has."""
 
 
 class CaptureAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,10 +205,11 @@ class CaptureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     held: list[HeldArray]
     """The largest arrays beside the step's."""
     others: list[OtherFunction]
-    operations_per_step: int
+    operations_per_step: float
     """Operations on the slice's arrays outside of jit."""
-    moves: ArrayMoves | None = None
-    """None where one step alone is known."""
+    moves: dict[str, ArrayMoves] = {}
+    """By cause; empty where one step alone is known."""
+    outside: OutsidePeak = OutsidePeak()
     ended: str
     """How the program ended."""
     notes: list[str]

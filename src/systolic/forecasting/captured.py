@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.capture.program import ArrayMoves, Captured, CapturedCall, CapturedProgram, HeldArray
+from systolic.capture.program import (
+    Captured,
+    CapturedCall,
+    CapturedProgram,
+    HeldArray,
+    OutsidePeak,
+)
 from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
+from systolic.forecasting import moves
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
     HELD,
@@ -31,12 +38,9 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.parse import check
-from systolic.sim.calibration import Calibration
-from systolic.sim.cost_kinds import PriceCorrection
 from systolic.sim.incomplete import NOTHING, Gaps, Given
-from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
+from systolic.sim.timeline import Resource, Span, Timeline
 
 STEPS = 16
 """Steps that are laid out, one after the other; the time of a step is the mean of the second half."""
@@ -152,8 +156,6 @@ MOST_NAMED = 8
 """Programs of a step that are named."""
 LARGE_SHARE = 0.05
 """Share of a program's memory from which arguments that could be donated are named."""
-MOVED = 0.01
-"""Share of a step that its moves outside of jit take, above which it is told."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -299,8 +301,8 @@ def forecast_parts(
     calibration = next(
         (part.timeline.calibration for part in parts if part.timeline is not None), None
     )
-    moves = answer.moves or ArrayMoves()
-    moved = _moves(moves, on, calibration)
+    links = moves.Links.of(on, calibration)
+    moved = {cause: links.spans(own, moves.CAUSES[cause][0]) for cause, own in answer.moves.items()}
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -309,7 +311,9 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=_with_moves(_bounded(captured, parts, plan), moved),
+        timeline=moves.with_moves(
+            _bounded(captured, parts, plan), [span for spans in moved.values() for span in spans]
+        ),
         memory=largest.memory,
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
@@ -328,7 +332,7 @@ def forecast_parts(
         cautions=(
             *answer.cautions,
             *_cautions(parts, plan, on),
-            *_of_moves(moves, moved, plan.seconds),
+            *moves.lines_of(answer.moves, moved, plan.seconds, links),
             *map(_of_some_steps, rare),
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
@@ -336,7 +340,7 @@ def forecast_parts(
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    return _checked(forecast, [*parts, *rare], beside, on)
+    return _checked(forecast, [*parts, *rare], beside, answer.outside, on)
 
 
 def _name(parts: Sequence[StepPart]) -> str:
@@ -347,11 +351,16 @@ def _name(parts: Sequence[StepPart]) -> str:
 
 
 def _checked(
-    forecast: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
+    forecast: Forecast,
+    parts: Sequence[StepPart],
+    beside: Sequence[StepPart],
+    outside: OutsidePeak,
+    on: Slice,
 ) -> Forecast:
-    """The forecast, refused where a program or what is held beside it needs more memory than a device has.
+    """The forecast, refused where a program or what is held beside it, or outside of them, needs more memory than a device has.
 
-    ``beside`` are programs that the program called before its step or now and then.
+    ``beside`` are programs that the program called before its step or now and then; ``outside`` is what a device holds at
+    once outside of the compiler's figures.
     """
     have = capacity(on)
     large = [part for part in beside if part.timeline is None or part.memory.peak_bytes > have]
@@ -374,7 +383,27 @@ def _checked(
         remedy = "shard or drop the arrays that lie on a device which the step does not use"
     if refusals or memory.peak_bytes > have:
         return refused(replace(forecast, memory=memory), memory, have, remedy)
-    return forecast
+    return _beyond_calls(forecast, memory.peak_bytes, outside, have)
+
+
+def _beyond_calls(forecast: Forecast, peak_bytes: int, outside: OutsidePeak, have: int) -> Forecast:
+    """The forecast, with a line where a device holds more outside of the step than ``peak_bytes``, and refused where that is too much."""
+    most = outside.bytes
+    if most <= (1 + moves.MOVED) * peak_bytes:
+        return forecast
+    where = f" at {outside.line}" if outside.line else ""
+    line = f"outside of its step the program holds {gibibytes(most)} of arrays on a device at once{where}, and in it {gibibytes(peak_bytes)}"
+    if most <= have:
+        return replace(forecast, notes=(*forecast.notes, line))
+    arrays = [_array(array) for array in outside.arrays if array.memory == "device"]
+    memory = MemoryMap(peak_bytes=most, estimated_bytes=most, by_kind={HELD: most}, buffers=arrays)
+    forecast = replace(
+        forecast,
+        memory=memory,
+        cautions=(f"{line}: it does not fit, and the program fails there", *forecast.cautions),
+    )
+    remedy = "make these arrays sharded in a jitted function with out_shardings, or drop the old ones before there are new ones, or choose a chip with more memory"
+    return refused(forecast, memory, have, remedy)
 
 
 def _remedy(part: StepPart, on: Slice) -> str:
@@ -498,65 +527,6 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
-def _moves(moves: ArrayMoves, on: Slice, calibration: Calibration | None) -> list[Span]:
-    """Seconds of ``jax.device_put`` between two steps, at the rates of the links, that of the host as calibrated: a lower bound."""
-    rates = rates_of(on)
-    host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
-    # A device at a corner has a link along each axis, and two along one that is closed to a ring.
-    links = sum(
-        2 if closed and size > 2 else 1
-        for size, closed in zip(on.topology, on.wrap, strict=True)
-        if size > 1
-    )
-    ways = (
-        (moves.host, Resource.host, host),
-        (moves.devices, Resource.ici, max(links, 1) * rates.link),
-        (moves.slices, Resource.dcn, rates.dcn),
-    )
-    return [
-        Span(
-            name="device_put",
-            opcode="copy",
-            start=0.0,
-            seconds=size / rate,
-            resource=resource,
-            bytes=size,
-            priced_by=PricedBy.bytes,
-        )
-        for size, resource, rate in ways
-        if size and rate
-    ]
-
-
-def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
-    """A step with what is moved outside of its programs behind it."""
-    for span in moved:
-        timeline = replace(
-            timeline,
-            seconds=timeline.seconds + span.seconds,
-            spans=(*timeline.spans, replace(span, start=timeline.seconds)),
-            most=timeline.most and _with_moves(timeline.most, [span]),
-            least=timeline.least and _with_moves(timeline.least, [span]),
-        )
-    return timeline
-
-
-def _of_moves(moves: ArrayMoves, moved: Sequence[Span], step: float) -> list[str]:
-    """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
-    seconds = sum(span.seconds for span in moved)
-    if seconds <= MOVED * step:
-        return []
-    ways = {
-        Resource.host: "between device and host",
-        Resource.ici: "between devices",
-        Resource.dcn: "between slices",
-    }
-    sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
-    return [
-        f"jax.device_put outside of jit moves arrays {plural(moves.times, 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
-    ]
-
-
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
     """Calls on devices that the busiest one's leave out, each device in a lane of its own."""
     return [
@@ -614,7 +584,8 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"other calls of jitted functions, and how often: {', '.join(named)}{more}; --step NAME takes another function for the step"
         )
-    if number := answer.operations_per_step:
+    number = round(answer.operations_per_step, 1)
+    if number := int(number) if number == int(number) else number:
         notes.append(
             f"a step has {plural(number, 'operation')} on the slice's arrays outside of the program's own jitted functions, which the time leaves out"
         )

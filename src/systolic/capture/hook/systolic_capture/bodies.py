@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from systolic_capture import shardings
+from systolic_capture import flops, shardings
 
 MOST_NUMBERS = 8
 """Bodies that differ in numbers alone, above which further ones count as one: a rate that is new in each step."""
@@ -19,6 +19,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}|(?:id|serial)=\d+")
 
 _SHAPES = frozenset(("broadcast_in_dim", "convert_element_type", "pvary", "reshape", "squeeze"))
 """Operations around the one that a call of one operation is named by."""
+
+FLOWS = ("scan", "while", "cond", "pallas_call")
+"""Operations with bodies that jax compiles as one program where the program calls them outside of jit."""
+OPENED = ("checkpoint", "remat", "remat2", "custom_linear_solve", "custom_vjp_call_jaxpr")
+"""Operations whose bodies it runs operation by operation there."""
 
 _made = {}
 _numbers = {}
@@ -38,8 +43,30 @@ def fingerprint(jaxpr):
     return known[1]
 
 
+def flow_in(jaxpr, name):
+    """The body of the loop or branch that a call of that name is, called outside of jit; None of another call."""
+    body = shardings.inner(jaxpr).jaxpr
+    if name not in FLOWS or len(body.eqns) != 1 or body.eqns[0].primitive.name != name:
+        return None
+    params = body.eqns[0].params
+    if name == "cond":
+        return max(params["branches"], key=lambda branch: flops.of_jaxpr(_opened(branch)))
+    return params.get("body_jaxpr") or params.get("jaxpr")
+
+
+def _opened(jaxpr):
+    return shardings.inner(jaxpr).jaxpr
+
+
 def name_of(jaxpr, name):
-    """Name of a call: of an operation that jax calls one by one, as in a shard_map outside of jit, the operation's."""
+    """Name of a call: of a loop or an operation that jax calls by itself outside of jit, the body's or the operation's."""
+    flow = flow_in(jaxpr, name)
+    if flow is not None:
+        own = shardings.inner(flow).source.partition(" at ")
+        jitted = [eqn.params["name"] for eqn in _opened(flow).eqns if _is_jitted(eqn)]
+        if len(jitted) == 1 and own[0] in ("", "<lambda>"):
+            return jitted[0]
+        return name if not own[1] or shardings.is_of_jax(own[2]) else own[0]
     if name != "<unnamed function>":
         return name
     body = shardings.inner(jaxpr).jaxpr
@@ -52,6 +79,10 @@ def name_of(jaxpr, name):
             break
         body = shardings.inner(eqn.params["jaxpr"]).jaxpr
     return name
+
+
+def _is_jitted(eqn):
+    return eqn.primitive.name in ("pjit", "jit") and "name" in eqn.params
 
 
 def _digests(body):
@@ -138,6 +169,16 @@ def _says_itself(key):
     )
 
 
+def kept(params):
+    """Whether the compiled program has each argument of a call: jit drops those that no result needs."""
+    body = shardings.inner(params["jaxpr"]).jaxpr
+    if params.get("keep_unused"):
+        return [True] * len(body.invars)
+    from jax._src.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[1])
+
+
 def live_bytes(jaxpr):
     """The most bytes of values that are alive at once while a body runs operation by operation, over all devices.
 
@@ -163,13 +204,24 @@ def live_bytes(jaxpr):
     return most
 
 
+def operations(jaxpr):
+    """Operations of a body with those inside of it."""
+    eqns = shardings.inner(jaxpr).jaxpr.eqns
+    return len(eqns) + sum(operations(part) for eqn in eqns for part in _inner(eqn))
+
+
 def _vars(atoms):
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def _bytes(var):
-    size = getattr(getattr(var.aval, "dtype", None), "itemsize", 4)
-    for dim in getattr(var.aval, "shape", ()):
+    return bytes_of(var.aval)
+
+
+def bytes_of(aval):
+    """Bytes of a value over all devices, each part once."""
+    size = getattr(getattr(aval, "dtype", None), "itemsize", 4)
+    for dim in getattr(aval, "shape", ()):
         size *= dim if isinstance(dim, int) else 1
     return size
 

@@ -99,6 +99,12 @@ def on_slice(sharding):
     return any(is_slice_device(device) for device in devices)
 
 
+def is_elsewhere(sharding):
+    """Whether a sharding's devices are of this machine, such as its CPU."""
+    devices = getattr(sharding, "device_set", None)
+    return bool(devices) and any(getattr(device, "platform", "tpu") == "cpu" for device in devices)
+
+
 def mesh_on_slice(mesh):
     """Whether a mesh is one of devices of the slice."""
     if "ids" not in _known or not is_concrete(mesh):

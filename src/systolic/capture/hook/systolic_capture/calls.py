@@ -44,11 +44,13 @@ ANEW = 0.5
 """Share of a function's calls that traced it again, above which it is told."""
 LARGE = 0.9
 """Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
-LARGEST = 12
-"""Arrays beside a step that are named."""
+NO_ARRAYS = (0, 0, -1, ())
+"""The most bytes that a program holds beside a call, those when the largest arrays were noted, the number of the call, and these arrays."""
 
 _lock = threading.RLock()
 _known = {}
+_places = {}
+"""Shardings of the results of each kind of call, of jax's own functions too."""
 _sequence = []
 _operations = {}
 _likely = {}
@@ -63,10 +65,14 @@ cautions = []
 class Call:
     """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
 
+    most = NO_ARRAYS
+
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
-        self.name = bodies.name_of(params["jaxpr"], str(params.get("name") or "jit"))
-        self.source = body.source
+        name = str(params.get("name") or "jit")
+        self.name = bodies.name_of(params["jaxpr"], name)
+        flow = bodies.flow_in(params["jaxpr"], name)
+        self.source = body.source if flow is None else shardings.inner(flow).source
         self.own = own
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()
@@ -75,7 +81,6 @@ class Call:
         self.jaxpr = params["jaxpr"]
         self.fingerprint = bodies.fingerprint(params["jaxpr"])
         self._hoist(body)
-        _take(self, args, body.consts)
         self.key = (
             self.name,
             self.source,
@@ -85,6 +90,25 @@ class Call:
             tuple(_hashable(params.get(name)) for name in PLACED),
         )
         self.eqns = len(body.jaxpr.eqns)
+        kept = [value for value, own in zip(self.values, self.kept, strict=True) if own]
+        take(self, args, kept, self.loose[-len(args) :] if args else ())
+
+    @functools.cached_property
+    def kept(self):
+        """Whether the compiled program has each of the arguments."""
+        known = _known.get(self.key)
+        return bodies.kept(self.params) if known is None else known.kept
+
+    @functools.cached_property
+    def loose(self):
+        """Sharding to which it takes each argument that is committed nowhere; empty of jax's own functions."""
+        if self.own:
+            return ()
+        known = _known.get(self.key)
+        if known is not None:
+            return known.loose
+        places = shardings.of_loose(self.args, self.params, self.mesh)
+        return [where if own else None for where, own in zip(places, self.kept, strict=True)]
 
     def _kept(self, value):
         """An argument without its data and memory."""
@@ -142,56 +166,30 @@ class Call:
     def results(self):
         """The results in shape alone."""
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
-        known = _known.get(self.key)
-        if known is not None:
-            places = known.places
-        else:
-            places = shardings.of_results(
-                self.args, self.params, self.mesh, dispatch.first_device, self._chosen
+        places = _places.get(self.key)
+        if places is None:
+            places = _places[self.key] = shardings.of_results(
+                self.args,
+                self.params,
+                self.mesh,
+                dispatch.first_device,
+                shardings.Partitions(self.name, self.jaxpr, self.lower),
             )
         self.places = places
-        body = shardings.inner(self.params["jaxpr"]).jaxpr
+        # A result that is an argument is a copy: jax forwards none of its top-level calls', from 0.5 to 0.12.
         return [
-            dispatch.stand_in(
-                shardings.placed(aval, where[0]), *where, buffer=self._forwarded(var, where[0])
-            )
-            for var, aval, where in zip(body.outvars, avals, places, strict=True)
+            dispatch.stand_in(shardings.placed(aval, where[0]), *where)
+            for aval, where in zip(avals, places, strict=True)
         ]
-
-    def _forwarded(self, var, where):
-        """The buffer of the argument that a result is, which jax gives as it is; None of a result that is computed."""
-        body = shardings.inner(self.params["jaxpr"]).jaxpr
-        index = next((n for n, invar in enumerate(body.invars) if invar is var), None)
-        donated = self.params.get("donated_invars")
-        if index is None or index >= len(self.values) or (donated and donated[index]):
-            return None
-        value = self.values[index]
-        same = arrays.is_slice_array(value) and value.sharding == where
-        return value.buffer or None if same else None
 
     def donate(self):
         """Frees the memory of the arguments that it donates."""
-        body = shardings.inner(self.params["jaxpr"]).jaxpr
-        used = {id(atom) for eqn in body.eqns for atom in eqn.invars} | set(map(id, body.outvars))
-        flags = [
-            gone and (self.params.get("keep_unused") or id(var) in used)  # jax drops the others
-            for gone, var in zip(self.params.get("donated_invars") or (), body.invars, strict=False)
-        ]
-        arrays.donate(zip(self.values, flags, strict=False), body.outvars, self.places)
+        donated = self.params.get("donated_invars") or ()
+        if any(donated):
+            flags = [gone and own for gone, own in zip(donated, self.kept, strict=False)]
+            body = shardings.inner(self.params["jaxpr"]).jaxpr
+            arrays.donate(zip(self.values, flags, strict=False), body.outvars, self.places)
         self.values = []
-
-    def _chosen(self):
-        """Shardings of the results that the compiler chooses; None where it fails."""
-        report.say(stage=f"compiling {self.name} for the shardings of its results")
-        try:
-            compiled = self.lower().compile(compiler_options=_least_effort())
-            return list(compiled._out_shardings)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:160]
-            note(
-                f"the shardings of the results of {self.name} are taken as whole on every device: compiling it failed ({reason})"
-            )
-            return None
 
     def lower(self):
         """The call lowered for TPUs."""
@@ -218,13 +216,43 @@ def _hashable(value):
     return value
 
 
-def _take(call, args, consts=()):
-    """Notes what a call takes, and what the program holds beside that."""
+def take(call, args, kept, loose=()):
+    """Notes what a call takes, and what the program holds beside that.
+
+    Args:
+        call: The call.
+        args: Its arguments.
+        kept: Values that the compiled program has for arguments.
+        loose: Where the call takes each of ``args`` that is committed nowhere: where that is elsewhere, the program has a
+            copy for its argument, which each call makes anew.
+    """
     call.ids, call.links = arrays.serials(args), arrays.links(args)
     call.given_ids = frozenset(map(id, args))
-    taken = list(filter(arrays.is_slice_array, [*args, *consts]))
-    call.held = {} if call.own else memory.beside(taken)
+    copied = set()
+    for value, where in zip(args, loose, strict=False):
+        if where is None or not arrays.is_slice_array(value) or value._committed:
+            continue
+        if value.sharding.device_set != where.device_set:
+            copied.add(id(value))
+            moves.count(value, where, "spread")
+    taken = [value for value in kept if arrays.is_slice_array(value) and id(value) not in copied]
     call.taken = {array.buffer.number for array in taken if array.buffer}
+    call.held = {}
+    if not call.own:
+        collect(call.given_ids)
+        call.held = memory.beside(taken)
+        _note_most(call)
+
+
+def _note_most(call):
+    """Notes what is held beside a call where it is the most beside those of its kind."""
+    known = _known.get(call.key, call)
+    size, noted, _, named = known.most
+    if (now := sum(call.held.values())) > size:
+        # The largest arrays are sorted out where there are clearly more.
+        if now > (1 + OFTEN) * noted:
+            noted, named = now, memory.largest(memory.LARGEST, call.taken)
+        known.most = now, noted, len(_sequence), named
 
 
 def _of_host(value):
@@ -234,52 +262,10 @@ def _of_host(value):
     )
 
 
-def _least_effort():
-    """Options of the quickest compile; jax 0.11 took the finer one away."""
-    from jax._src import config
-
-    if hasattr(config, "exec_time_optimization_effort"):
-        return {"exec_time_optimization_effort": -1.0}
-    return {"optimization_level": 1}
-
-
 def _unspecified():
     from jax._src import sharding_impls
 
     return sharding_impls.UNSPECIFIED
-
-
-class Lowered:
-    """A program that the program under capture lowered and compiled itself."""
-
-    own = False
-    flops_are_least, open_loops = True, ()  # of a body that is gone
-    traces = 0
-
-    def __init__(self, lowered, options):
-        lowering = lowered._lowering
-        self.name = str(getattr(lowering, "_name", "program"))
-        self.source, self.options = "", dict(options or {})
-        self._lowering, self.args, self.ids = lowering, [], []
-        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
-        self.given_ids = frozenset()
-        self.key = ("lowered", id(lowering))
-        self.flops, self.eqns = 0.0, 0
-        self.places = None
-        self.jaxpr = (dispatch.body_of(lowering) or {}).get("jaxpr")
-        if self.jaxpr is not None:
-            body = shardings.inner(self.jaxpr).jaxpr
-            self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
-            self.flops_are_least = flops.in_open_loops(body)
-            self.open_loops = flops.open_loops(body)
-
-    def take(self, args):
-        """Notes the arguments of a call of it."""
-        _take(self, args)
-
-    def lower(self):
-        """The lowering that the program made."""
-        return self._lowering
 
 
 def note(text):
@@ -355,9 +341,6 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
-        if number in COLLECTED:
-            gc.collect()
-            memory.count_small(call.given_ids)
         _sequence.append(
             steps.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
         )
@@ -368,6 +351,14 @@ def record(call):
 
         compiling.answer(step, "stopped when its step had repeated")
     return number
+
+
+def collect(given_ids):
+    """Collects garbage before a call at some numbers of calls."""
+    with _lock:
+        if len(_sequence) in COLLECTED and not _state["ended"]:
+            gc.collect()
+            memory.count_small(given_ids)
 
 
 def _settled(now):
@@ -443,6 +434,13 @@ def entries_of(step):
     return [steps.RecordedCall(step.call, 0.0, 0, step.call)]
 
 
+def alike(call):
+    """All recorded calls of a kind."""
+    return [entry for entry in _sequence if entry.call is call] or [
+        steps.RecordedCall(call, 0.0, 0, call)
+    ]
+
+
 def entry(number):
     """A recorded call."""
     return _sequence[number]
@@ -473,28 +471,50 @@ def largest_held(step):
     first, taken = step.numbers[0], set()
     for number in range(first, len(_sequence)):
         taken |= _sequence[number].taken
-    held = [array for array in memory.largest(LARGEST, taken) if array["born"] < first]
+    held = [array for array in memory.largest(memory.LARGEST, taken) if array["born"] < first]
+    # There may have been more beside an earlier call, which is gone.
+    last = {entry.call: sum(entry.held.values()) for entry in entries_of(step)}
+    most, _, at, then = max((call.most for call in last), key=lambda most: most[0])
+    if most > max(last.values()):
+        for entry in _sequence[max(0, at - len(step.numbers) + 1) : at + len(step.numbers)]:
+            taken |= entry.taken
+        held = [array for array in then if array["number"] not in taken]
+    return named(held)
+
+
+def outside():
+    """The most that a device held outside of the recorded calls."""
+    most = memory.outside()
+    return {**most, "arrays": named(most["arrays"])}
+
+
+def named(held):
+    """Arrays with the functions that made them."""
     for array in held:
-        born = array.pop("born")
+        born = array["born"]
         array["made_by"] = _sequence[born].call.name if 0 <= born < len(_sequence) else ""
     return held
 
 
 def large_beside(known, capacity, most):
-    """The last calls of programs of no step that may need more memory than a device has, those with the largest need first.
+    """Programs of no step that may need more memory than a device has, those with the largest need first.
 
     Args:
         known: Keys of the programs that are compiled already.
         capacity: Bytes of a device.
         most: How many.
     """
-    last = {entry.call.key: entry for entry in _sequence if entry.call.key not in known}
-    needs = {}
-    for key, entry in last.items():
-        held = [size for (_, kind), size in entry.held.items() if kind not in memory.HOST]
-        if (need := _need(entry.call) + max(held, default=0)) > LARGE * capacity > 0:
-            needs[key] = need
-    return [last[key] for key in sorted(needs, key=lambda key: -needs[key])[:most]]
+    held = {}
+    for entry in _sequence:
+        if entry.call.key not in known:
+            sizes = [size for (_, kind), size in entry.held.items() if kind not in memory.HOST]
+            held[entry.call] = max(held.get(entry.call, 0), *sizes, 0)
+    needs = {
+        call: need
+        for call, size in held.items()
+        if (need := _need(call) + size) > LARGE * capacity > 0
+    }
+    return sorted(needs, key=lambda call: -needs[call])[:most]
 
 
 def _need(call):
@@ -506,35 +526,35 @@ def _need(call):
         (aval, where[0] if isinstance(where, tuple) else where)
         for aval, where in zip(avals, call.places or (), strict=False)
     ]
-    placed = [(arg.aval, arg.sharding) for arg in call.args] + results
+    kept = [arg for arg, own in zip(call.args, call.kept, strict=True) if own]
+    placed = [(arg.aval, arg.sharding) for arg in kept] + results
     least = sum(memory.part_bytes(aval, where) for aval, where in placed)
     devices = max((len(where.device_set) for _, where in placed), default=1)
     return max(least, bodies.live_bytes(call.jaxpr) // devices)
 
 
 def operations_in(step):
-    """Operations outside of jit between two steps."""
-    length = len(step.numbers)
-    if len(_sequence) <= length:
+    """Operations outside of jit from one recorded step to the next, on average."""
+    ends = _ends(step)
+    if len(ends) < 2:
         return 0
-    return _sequence[-1].operations - _sequence[-1 - length].operations
+    return (ends[-1].operations - ends[0].operations) / (len(ends) - 1)
 
 
 def moved_in(step):
-    """Bytes of a device that are moved between two steps, by kind, and how often; None where one step alone is known.
+    """Bytes that are moved from one recorded step to the next, as :func:`moves.of_steps` has them; empty where one step alone is known."""
+    ends = _ends(step)
+    return moves.of_steps([entry.moves for entry in ends]) if len(ends) > 1 else {}
 
-    From the step's last call back to the one of the step before: what other calls between them take is a part of it.
-    """
+
+def _ends(step):
+    """The last call of each recorded step: what other calls between two of them take is a part of it."""
     if not step.numbers:
-        return None
-    last = step.numbers[-1]
-    key = _sequence[last].call.key
-    times = sum(_sequence[n].call.key == key for n in step.numbers)
-    before = [n for n in range(last) if _sequence[n].call.key == key]
-    if len(before) < times:
-        return None
-    pairs = zip(_sequence[last].moves, _sequence[before[-times]].moves, strict=True)
-    return dict(zip((*moves.KINDS, "times"), (now - other for now, other in pairs), strict=True))
+        return []
+    call = _sequence[step.numbers[-1]].call
+    times = sum(_sequence[n].call is call for n in step.numbers)
+    own = [entry for entry in _sequence[: step.numbers[-1] + 1] if entry.call is call]
+    return own[::-1][::times][::-1]
 
 
 def counts():

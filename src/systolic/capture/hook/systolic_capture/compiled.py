@@ -5,7 +5,47 @@ import functools
 import jax
 from jax._src import core
 
-from systolic_capture import arrays, bridge, calls, dispatch, report, shardings
+from systolic_capture import arrays, bridge, calls, dispatch, flops, memory, report, shardings
+
+
+class Lowered:
+    """A program that the program under capture lowered and compiled itself."""
+
+    own, most = False, calls.NO_ARRAYS
+    flops_are_least, open_loops = True, ()  # of a body that is gone
+    traces = 0
+
+    def __init__(self, lowered, options):
+        lowering = lowered._lowering
+        self.name = str(getattr(lowering, "_name", "program"))
+        self.source, self.options = "", dict(options or {})
+        self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
+        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.given_ids = frozenset()
+        self.key = ("lowered", id(lowering))
+        self.flops, self.eqns = 0.0, 0
+        self.places = None
+        self._params = dispatch.body_of(lowering) or {}
+        self.jaxpr = self._params.get("jaxpr")
+        if self.jaxpr is not None:
+            body = shardings.inner(self.jaxpr).jaxpr
+            self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
+            self.flops_are_least = flops.in_open_loops(body)
+            self.open_loops = flops.open_loops(body)
+
+    def take(self, args):
+        """Notes the arguments of a call of it."""
+        indices = self._lowering.compile_args.get("kept_var_idx")
+        kept = args if indices is None else [args[n] for n in sorted(indices) if n < len(args)]
+        declared = self._params.get("in_shardings") or ()
+        loose = ()
+        if self.jaxpr is not None and len(declared) == len(args):
+            loose = shardings.of_loose(args, self._params, dispatch.context_mesh())
+        calls.take(self, args, kept, loose)
+
+    def lower(self):
+        """The lowering that the program made."""
+        return self._lowering
 
 
 class CapturedCompiled:
@@ -13,7 +53,7 @@ class CapturedCompiled:
 
     def __init__(self, lowered, options, compile):
         self._lowered, self._compile = lowered, compile
-        self._call = calls.Lowered(lowered, options)
+        self._call = Lowered(lowered, options)
         report.say(stage=f"running with {self._call.name} lowered")
         calls.know(self._call)
 
@@ -23,29 +63,33 @@ class CapturedCompiled:
     def __call__(self, *args, **kwargs):
         """The results in shape alone."""
         flat = jax.tree.leaves((args, kwargs))
-        leaves = [leaf for leaf in flat if isinstance(leaf, (jax.Array, float))]
-        arrays.check(leaves)
+        arrays.check(flat)
         infos, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
             self._call.places = self._places(flat, infos)
-        self._call.take(leaves)
-        born = calls.record(self._call)
-        arrays.donate(
-            zip(leaves, self._donated(len(leaves)), strict=True), infos, self._call.places
-        )
-        outs = [
-            dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
-            for info, where in zip(infos, self._call.places, strict=True)
-        ]
+        self._call.take(flat)
+        with memory.inside_call():
+            born = calls.record(self._call)
+            arrays.donate(zip(flat, self._donated(flat), strict=True), infos, self._call.places)
+            outs = [
+                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
+                for info, where in zip(infos, self._call.places, strict=True)
+            ]
         return jax.tree.unflatten(tree, outs)
 
-    def _donated(self, number):
-        """Whether each of the arguments is donated."""
+    def _donated(self, values):
+        """Whether each of the arguments is donated, as the program was lowered: jit drops those that it does not use."""
         donated = [
             bool(getattr(info, "donated", False))
             for info in jax.tree.leaves(getattr(self._lowered, "args_info", ()))
         ]
-        return donated if len(donated) == number else [False] * number
+        if len(donated) != len(values):
+            calls.note(
+                f"{self._call.name} was called with {len(values)} arrays and lowered for {len(donated)}: none is taken as donated"
+            )
+            return [False] * len(values)
+        kept = self._lowered._lowering.compile_args.get("kept_var_idx")
+        return [gone and (kept is None or n in kept) for n, gone in enumerate(donated)]
 
     def _places(self, args, infos):
         """Shardings of the results: as lowered, as constrained in the body, or like an argument."""
@@ -59,7 +103,9 @@ class CapturedCompiled:
                 {**params, "out_shardings": declared},
                 mesh,
                 dispatch.first_device,
-                self._chosen,
+                shardings.Partitions(
+                    self._call.name, params["jaxpr"], lambda: lowering, self._chosen
+                ),
             )
             return [where for where, _ in places]
         args = list(filter(arrays.is_slice_array, args))
@@ -71,8 +117,10 @@ class CapturedCompiled:
         ]
 
     def _chosen(self):
-        """Shardings of the results that the compiler chooses; None where it fails."""
-        return list(self._compiled._executable._out_shardings) if self._compiled else None
+        """Shardings of the results that the compiler chooses."""
+        if self._compiled is None:
+            raise RuntimeError("the compiler refuses it")
+        return list(self._compiled._executable._out_shardings)
 
     @functools.cached_property
     def _compiled(self):

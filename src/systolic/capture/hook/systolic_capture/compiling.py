@@ -17,6 +17,8 @@ LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
 REFUSED = "oom_intermediate_module.txt"
 MOST_BESIDE = 2
 """Programs beside the step that are compiled since they may not fit."""
+MOST_HELD = 1000
+"""Calls beside which different bytes are held, the largest of them, of which each device's are added up."""
 POLL_SECONDS = 0.1
 AT_ONCE = 8
 """Threads that compile: a program of which the schedule is enough goes on compiling while the next begins."""
@@ -67,25 +69,25 @@ def _answer(step, ended):
     distinct = list({entry.call.key: entry.call for entry in entries}.values())
     programs = [_program(call, number) for number, call in enumerate(distinct)]
     for call, program in zip(distinct, programs, strict=True):
-        mine = [entry for entry in entries if entry.call is call]
-        program |= {"calls_per_step": len(mine), "held": _held(mine, program.pop("ids"))}
+        times = sum(entry.call is call for entry in entries)
+        program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
     calls.cautions += calls.of_other_shapes(distinct) + calls.traced_anew(distinct)
     periodic = []
     for number, count, every in step.periodic:
         entry = calls.entry(number)
         program = _program(entry.call, len(programs) + len(periodic))
-        held = _held([entry], program.pop("ids"))
+        held = _held(entry.call, program.pop("ids"))
         periodic.append({**program, "calls": count, "every": every, "held": held})
     known = {entry.call.key for entry in entries} | {
         calls.entry(number).call.key for number, *_ in step.periodic
     }
     beside = []
-    for entry in calls.large_beside(known, report.request().get("device_bytes", 0), MOST_BESIDE):
+    for call in calls.large_beside(known, report.request().get("device_bytes", 0), MOST_BESIDE):
         try:
-            program = _program(entry.call, len(programs) + len(periodic) + len(beside))
+            program = _program(call, len(programs) + len(periodic) + len(beside))
         except Exception:  # the program's own affair: its step compiles
             continue
-        beside.append({**program, "held": _held([entry], program.pop("ids"))})
+        beside.append({**program, "held": _held(call, program.pop("ids"))})
     others = [
         {"name": other.name, "source": other.source, "calls": count, "flops": other.flops}
         for key, (other, count) in calls.counts().items()
@@ -97,6 +99,7 @@ def _answer(step, ended):
         "periodic": periodic,
         "beside": beside,
         "held": calls.largest_held(step),
+        "outside": calls.outside(),
         "others": others,
         "operations_per_step": calls.operations_in(step),
         "moves": calls.moved_in(step),
@@ -114,11 +117,14 @@ def _answer(step, ended):
     }
 
 
-def _held(entries, ids):
-    """The most that the program holds beside the arguments of one of some calls, in bytes of a device."""
+def _held(call, ids):
+    """The most that the program holds beside the arguments of one of the calls of a kind, in bytes of a device."""
     host_of = {device.id: device.process_index for device in bridge.slice_devices()}
     others = set(host_of) - set(ids)
-    sizes = [memory.on_devices(entry.held, ids, others, host_of) for entry in entries]
+    held = {frozenset(entry.held.items()) for entry in calls.alike(call)}
+    if len(held) > MOST_HELD:
+        held = sorted(held, key=lambda places: -sum(size for _, size in places))[:MOST_HELD]
+    sizes = [memory.on_devices(dict(places), ids, others, host_of) for places in held]
     return {name: max(size[name] for size in sizes) for name in sizes[0]}
 
 

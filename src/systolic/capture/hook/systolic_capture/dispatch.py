@@ -6,10 +6,20 @@ of random numbers, counters, small tables. What the program's own jitted functio
 
 import contextlib
 import functools
-import os
+import sys
 import weakref
 
-from systolic_capture import arrays, bridge, calls, counters, memory, moves, report, shardings
+from systolic_capture import (
+    arrays,
+    bodies,
+    bridge,
+    calls,
+    counters,
+    memory,
+    moves,
+    report,
+    shardings,
+)
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
@@ -74,9 +84,19 @@ def patch_core(core):
     real = core.EvalTrace.process_primitive
 
     def process_primitive(self, primitive, args, params, /):
-        if any(map(arrays.is_slice_array, args)) or _names_slice(params):
-            return _operation(primitive, args, params)
-        if primitive.name not in CALLS and _is_large(primitive, args, params):
+        if (
+            any(map(arrays.is_slice_array, args))
+            or _names_slice(params)
+            or (primitive.name not in CALLS and _is_large(primitive, args, params))
+        ):
+            if primitive.name in (*bodies.FLOWS, *bodies.OPENED):
+                return real(
+                    self, primitive, args, params
+                )  # a call of jit, or the operations inside
+            if _is_split(primitive, args, params):
+                from jax._src import dispatch
+
+                return dispatch.apply_primitive(primitive, *args, **params)
             return _operation(primitive, args, params)
         with bridge.Cpu():
             return real(self, primitive, args, params)
@@ -101,6 +121,20 @@ def _is_large(primitive, args, params):
     except Exception:
         return False
     return any(_bytes(aval) > MOST_BYTES for aval in results)
+
+
+def _is_split(primitive, args, params):
+    """Whether jax compiles an operation by itself, of which the partitioner splits a large result over devices."""
+    mesh = shardings.mesh_of(args)
+    impl = getattr(primitive.impl, "func", primitive.impl)
+    own = getattr(impl, "__name__", "") in ("apply_primitive", "_slice_impl")
+    if mesh is None or mesh.size == 1 or not own:
+        return False
+    try:
+        results = _results(primitive, _avals(args), params)
+    except Exception:
+        return False
+    return any(map(shardings.is_large, results))
 
 
 def _results(primitive, avals, params):
@@ -169,6 +203,16 @@ def put(value, where):
     return array
 
 
+def _donate(value, placed, semantics, index):
+    """Frees what ``jax.device_put`` was told to donate, once it is placed."""
+    kind = semantics[index] if isinstance(semantics, (list, tuple)) and semantics else None
+    if getattr(kind, "name", "") != "DONATE_INPUT" or not arrays.is_slice_array(value):
+        return
+    value.donated()
+    if value.buffer and getattr(placed, "buffer", None) is not value.buffer:
+        value.buffer.free()
+
+
 def patch_put(dispatch):
     """``jax.device_put``."""
     real = dispatch._batched_device_put_impl
@@ -187,6 +231,7 @@ def patch_put(dispatch):
         for index, (value, where) in enumerate(zip(values, devices, strict=True)):
             if wanted[index]:
                 outs.append(put(value, where))
+                _donate(value, outs[-1], kwargs.get("copy_semantics", ()), index)
             else:
                 options = {
                     name: [option[index]] if isinstance(option, (list, tuple)) else option
@@ -315,7 +360,7 @@ def _belongs_to_slice(args, params):
         return bridge.is_slice_device(default)
     if any(getattr(arg, "_committed", False) for arg in args):
         return False
-    if not is_own(jaxpr):
+    if not is_own(jaxpr, params.get("name")):
         return True
     if any(_bytes(aval) > MOST_BYTES for aval in shardings.inner(jaxpr).outvars_avals()):
         bridge.slice_devices()
@@ -323,26 +368,50 @@ def _belongs_to_slice(args, params):
     return shardings.names_slice(jaxpr)
 
 
-_ROOT = []
+_jitted = set()
+"""Functions of jax that the program gave to jit, such as a checked one, by their places."""
 
 
-def is_own(jaxpr):
-    """Whether a function of jax itself is called, rather than one of the program."""
-    import jax
+def is_own(jaxpr, name=""):
+    """Whether jax itself calls its function or operation, rather than the program one that it jitted, or a loop."""
+    source = shardings.inner(jaxpr).source
+    if not shardings.is_of_jax(source) or source in _jitted:
+        return False
+    return bodies.flow_in(jaxpr, name) is None
 
-    if not _ROOT:
-        _ROOT.append(os.path.dirname(os.path.abspath(jax.__file__)) + os.sep)
-    return _ROOT[0] in shardings.inner(jaxpr).source
+
+def patch_public_jit(jax):
+    """``jax.jit``: a function that jax made of one of the program, as checkify does, is the program's own."""
+    real = jax.jit
+
+    def note(function):
+        from jax._src import api_util
+
+        with contextlib.suppress(Exception):
+            source = api_util.fun_sourceinfo(function)
+            if source is not None and shardings.is_of_jax(source):
+                _jitted.add(source)
+
+    @functools.wraps(real)
+    def jit(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__") or ""
+        if args and caller.partition(".")[0] != "jax":
+            note(args[0])
+        made = real(*args, **kwargs)
+        return made if args else functools.partial(jit, **kwargs)
+
+    jax.jit = jit
 
 
 def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     arrays.check(args)
-    call = calls.Call(args, params, is_own(params["jaxpr"]))
-    outs = call.results()
-    counters.tell(params["jaxpr"], args, outs)
-    born = calls.record(call)
-    call.donate()
+    call = calls.Call(args, params, is_own(params["jaxpr"], params.get("name")))
+    with contextlib.nullcontext() if call.own else memory.inside_call():
+        outs = call.results()
+        counters.tell(params["jaxpr"], args, outs)
+        born = calls.record(call)
+        call.donate()
     born = arrays.latest(args) if born is None else born
     for out in filter(arrays.is_slice_array, outs):
         out.born = born
@@ -371,8 +440,9 @@ def patch_stages(stages):
             kwargs["lowering_platforms"] = ("tpu",)
         lowered = real_lower(self, *args, **kwargs)
         with contextlib.suppress(AttributeError, TypeError):
-            in_shardings = getattr(self, "_params", {}).get("in_shardings", ())
-            _bodies[lowered._lowering] = {"jaxpr": self.jaxpr, "in_shardings": in_shardings}
+            params = getattr(self, "_params", {})
+            places = {name: params.get(name, ()) for name in ("in_shardings", "out_shardings")}
+            _bodies[lowered._lowering] = {"jaxpr": self.jaxpr, **places}
         return lowered
 
     @functools.wraps(real_compile)
@@ -394,5 +464,6 @@ def patch_jax(jax):
     show_platforms()
     arrays.register()
     pmap.patch(jax)
+    patch_public_jit(jax)
     report.say(stage="running until the first call", jax=jax.__version__)
     calls.start()

@@ -1,15 +1,25 @@
-"""Memory of the slice that the program's arrays hold: what is alive beside the arguments of a call."""
+"""Memory of the slice that the program's arrays hold: what is alive beside the arguments of a call, and outside of calls."""
 
 import collections
+import contextlib
 import functools
+import gc
 import itertools
 import threading
+
+from systolic_capture import bridge, report, saving
 
 HOST = ("pinned_host", "unpinned_host")
 LEAST_BYTES = 1 << 16
 """Bytes below which what is held is left out: the metrics of the step before."""
 MOST_CHANGES = 10_000
 """Arrays that are made and dropped before they are added up."""
+WATCHED_BYTES = 1 << 20
+"""Bytes of a device's part of an array, from which its creation may be a peak."""
+GROWTH = 0.05
+"""Share of a device's memory by which what is held grows before garbage is collected, since it may be that."""
+LARGEST = 12
+"""Arrays that are named."""
 
 _count = itertools.count()
 _changes = collections.deque()
@@ -17,6 +27,9 @@ _totals = {}
 _small = {}
 _alive = {}
 _lock = threading.RLock()
+_here = threading.local()
+_collected = [0.0, 0.0]
+_peak = {"bytes": 0, "line": "", "arrays": [], "over": False}
 
 
 class ArrayMemory:
@@ -32,6 +45,8 @@ class ArrayMemory:
         _changes.append((self.place, self.part_bytes))
         if len(_changes) > MOST_CHANGES:
             _added_up()
+        if self.part_bytes >= WATCHED_BYTES:
+            look()
 
     def free(self, alive=_alive, changes=_changes):
         """Frees it, once: a donated or deleted array may still have its name in the program."""
@@ -60,13 +75,14 @@ def _lies(sharding, shape, itemsize):
     size = itemsize
     for dim in part:
         size *= int(dim)
-    kind = getattr(sharding, "memory_kind", None) or "device"
+    kind = "unpinned_host" if is_on_host(sharding) else "device"
     return (devices, kind), -(-size // divided)
 
 
 def is_on_host(sharding):
-    """Whether a sharding's arrays lie in the memory of hosts."""
-    return (getattr(sharding, "memory_kind", None) or "device") in HOST
+    """Whether a sharding's arrays lie in the memory of hosts, as those of the CPU's device do."""
+    kind = getattr(sharding, "memory_kind", None) or "device"
+    return kind in HOST or bridge.is_elsewhere(sharding)
 
 
 def part_bytes(aval, sharding):
@@ -87,9 +103,74 @@ def _added_up():
         return dict(_totals)
 
 
+def _without_garbage():
+    """Bytes that are held, by place; garbage is collected where they are clearly more than the last time."""
+    held = _added_up()
+    least = GROWTH * (report.request().get("device_bytes", 0) or 1 << 34)
+    measures = _measures(held)
+    if any(
+        now > before + max(least, GROWTH * before)
+        for now, before in zip(measures, _collected, strict=True)
+    ):
+        gc.collect()
+        held = _added_up()
+        _collected[:] = map(max, _collected, _measures(held))
+    return held
+
+
+def _measures(held):
+    """The most bytes of a place, and those of all on the mean device."""
+    sizes = [(len(ids), size) for (ids, kind), size in held.items() if kind not in HOST]
+    total = sum(number * size for number, size in sizes) / max(1, len(bridge.slice_devices()))
+    return max((size for _, size in sizes), default=0), total
+
+
+def _most(held):
+    """The most bytes on a device."""
+    every, apart = 0, {}
+    for (ids, kind), size in held.items():
+        if kind in HOST:
+            continue
+        if len(ids) == len(bridge.slice_devices()):
+            every += size
+            continue
+        for device in ids:
+            apart[device] = apart.get(device, 0) + size
+    return every + max(apart.values(), default=0)
+
+
+@contextlib.contextmanager
+def inside_call():
+    """A recorded call, in which what is held is the compiler's to say."""
+    _here.calls = getattr(_here, "calls", 0) + 1
+    try:
+        yield
+    finally:
+        _here.calls -= 1
+    look()
+
+
+def look():
+    """Notes what a device holds outside of the recorded calls where it is the most yet, until it is more than a device has."""
+    if getattr(_here, "calls", 0) or _peak["over"] or _most(_added_up()) <= _peak["bytes"]:
+        return
+    most = _most(_without_garbage())
+    if most <= _peak["bytes"]:
+        return
+    _peak["bytes"], _peak["line"] = most, saving.line()
+    if most > report.request().get("device_bytes", 0) > 0:
+        _peak["over"] = True
+        _peak["arrays"] = largest(LARGEST, ())
+
+
+def outside():
+    """The most that a device held outside of the recorded calls: bytes, the program's line, and the largest arrays where they are more than it has."""
+    return {name: _peak[name] for name in ("bytes", "line", "arrays")}
+
+
 def beside(values):
     """Bytes that arrays hold on a device beside some, by place; views of one array count once."""
-    held = _added_up()
+    held = _without_garbage()
     buffers = {value.buffer.number: value.buffer for value in values if value.buffer}
     for buffer in buffers.values():
         if not buffer.is_free:
@@ -106,8 +187,6 @@ def count_small(excepted):
         excepted: Ids of the objects that a call takes, which are no part of what is beside it.
     """
     import jax
-
-    from systolic_capture import bridge
 
     sizes = [
         array.nbytes
@@ -139,17 +218,24 @@ def joined(parts):
 
 
 def largest(number, excepted):
-    """The largest arrays that are alive, as shape, dtype, bytes on a device, kind of memory and the call that made them.
+    """The largest arrays that are alive, as number, shape, dtype, bytes on a device, kind of memory and the call that made them.
 
     Args:
         number: How many.
         excepted: Numbers of buffers that are left out.
     """
-    arrays = [facts for at, facts in list(_alive.items()) if at not in excepted]
-    arrays.sort(key=lambda facts: -facts[1])
+    arrays = [(at, *facts) for at, facts in list(_alive.items()) if at not in excepted]
+    arrays.sort(key=lambda facts: -facts[2])
     return [
-        {"shape": list(shape), "dtype": dtype, "bytes": size, "memory": place[1], "born": born}
-        for place, size, shape, dtype, born in arrays[:number]
+        {
+            "number": at,
+            "shape": list(shape),
+            "dtype": dtype,
+            "bytes": size,
+            "memory": place[1],
+            "born": born,
+        }
+        for at, place, size, shape, dtype, born in arrays[:number]
     ]
 
 
@@ -170,7 +256,8 @@ def on_devices(held, devices, others, host_of):
     for (ids, kind), size in held.items():
         for device in ids:
             if kind in HOST:
-                on_host[host_of[device]] = on_host.get(host_of[device], 0) + size
+                host = host_of.get(device, 0)  # of this machine's CPU: of the first
+                on_host[host] = on_host.get(host, 0) + size
             else:
                 on_device[device] = on_device.get(device, 0) + size
     most = {

@@ -28,7 +28,8 @@ def warn():
     _told.append(True)
     from systolic_capture import calls
 
-    text = f"the program saves or sends arrays of the slice{_line()}: they stand for values that nobody has computed, and zeros are written"
+    where = f" ({at})" if (at := line()) else ""
+    text = f"the program saves or sends arrays of the slice{where}: they stand for values that nobody has computed, and zeros are written"
     print(f"systolic: {text}", file=sys.stderr, flush=True)
     calls.note(text)
 
@@ -52,8 +53,8 @@ def _saves():
     return False
 
 
-def _line():
-    """The line of the program that does it, behind a blank; empty where it is in no line of its own."""
+def line():
+    """The line of the program that is at work; empty where it is in no line of its own."""
     installed = (
         os.path.dirname(__file__),
         os.path.dirname(os.__file__),
@@ -62,5 +63,5 @@ def _line():
     for frame in _frames():
         name = frame.f_code.co_filename
         if not any(part in name for part in installed) and not name.startswith("<"):
-            return f" ({os.path.basename(name)}:{frame.f_lineno})"
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
     return ""

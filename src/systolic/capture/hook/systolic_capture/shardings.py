@@ -1,5 +1,10 @@
 """Shardings of a call's results: given, constrained in its body, or like an argument."""
 
+import contextlib
+import itertools
+import os
+import re
+
 from systolic_capture import arrays, bridge
 
 ELEMENTWISE = frozenset(
@@ -13,6 +18,13 @@ ELEMENTWISE = frozenset(
     )
 )
 """Operations whose result is spread like their operands."""
+MOST_COMPILED = 3000
+"""Operations of a body above which it is not compiled for the shardings of its results alone."""
+PIPELINE = "builtin.module(inline,sdy-propagation-pipeline)"
+_AXIS = re.compile(r'"([^"]*)"(?::\((\d+)\)(\d+))?')
+_ATTRIBUTE = "sdy.sharding"
+_OPAQUE = re.compile(r"custom_call|stablehlo\.composite|chlo\.(top_k|ragged_dot|scan)\b")
+"""Operations that the pass does not see through."""
 
 
 class Inner:
@@ -32,6 +44,18 @@ class Inner:
 def inner(jaxpr):
     """The body of a jaxpr."""
     return Inner(jaxpr)
+
+
+_root = []
+
+
+def is_of_jax(source):
+    """Whether a place in a file is one of jax itself."""
+    import jax
+
+    if not _root:
+        _root.append(os.path.dirname(os.path.abspath(jax.__file__)) + os.sep)
+    return _root[0] in source
 
 
 def names_slice(jaxpr):
@@ -61,16 +85,17 @@ def concrete_mesh(jaxpr):
 
 
 def placed(aval, sharding):
-    """The aval of an array that is placed: with its sharding as its type where the mesh's axes are explicit."""
+    """The aval of an array that is placed: its type says its memory, and its sharding where the mesh's axes are explicit."""
     from jax._src import core
 
-    update = getattr(core, "update_aval_with_sharding", None)
-    if update is None:
+    if (update := getattr(core, "update_aval_with_sharding", None)) is None:
         return aval
-    try:
-        return update(aval, sharding)
-    except Exception:
-        return aval
+    with contextlib.suppress(Exception):
+        aval = update(aval, sharding)
+        if hasattr(aval, "memory_space"):
+            space = core.mem_kind_to_space(getattr(sharding, "memory_kind", None))
+            aval = aval.update(memory_space=space)
+    return aval
 
 
 def typed(aval, mesh):
@@ -117,15 +142,15 @@ def of_operation(aval, args, mesh, first_device):
     return (taken[0].sharding if taken else first_device()), committed
 
 
-def of_results(args, params, mesh, first_device, compiled):
-    """Sharding of each result of a call.
+def of_results(args, params, mesh, first_device, partitioned):
+    """Sharding of each result of a call, and whether it is committed.
 
     Args:
         args: The call's arguments.
         params: Of jit: the body, the given shardings, the mesh that is set.
         mesh: The mesh that the program has set.
         first_device: Makes the sharding of what nothing places.
-        compiled: Compiles the call and gives the shardings that the compiler chose; None where it failed.
+        partitioned: What the partitioner and the compiler choose: :class:`Partitions`.
     """
     body = inner(params["jaxpr"])
     avals = body.outvars_avals()
@@ -137,26 +162,92 @@ def of_results(args, params, mesh, first_device, compiled):
         if bridge.is_sharding(place) and bridge.on_slice(place):
             known[index] = place
     inside = flow(params["jaxpr"], known)
-    if mesh is None and not any(place is not None for place in known):
-        return [(first_device(), False) for _ in avals]
     if mesh is None:
-        single = next(place for place in known if place is not None)
-        return [(single, True) for _ in avals]
-    places = alike(args, known)
-    answer = []
+        single = next((place for place in known if place is not None), None)
+        return _on_one_device(avals, params, inside, single or first_device(), single is not None)
+    answer = [
+        _concrete(declared, mesh) or typed(aval, mesh)
+        for declared, aval in zip(params["out_shardings"], avals, strict=True)
+    ]
+    is_open = [where is None and is_large(aval) for where, aval in zip(answer, avals, strict=True)]
+    chosen = [None] * len(avals)
+    if any(is_open) and mesh.size > 1:
+        chosen = partitioned.of_pass(mesh) or chosen
+        if all(map(_is_single, chosen)):  # it takes none of its arguments
+            return [
+                (in_memory(one, aval, flowed), False)
+                for one, aval, flowed in zip(chosen, avals, inside, strict=True)
+            ]
+    likes = alike(args, known)
+    likes = [next_alike(likes, aval) for aval in avals]
     for index, aval in enumerate(avals):
-        declared = params["out_shardings"][index]
-        like = next_alike(places, aval)
-        where = _concrete(declared, mesh) or typed(aval, mesh) or inside[index] or like
-        if where is None and not getattr(aval, "shape", ()):
-            where = replicated(mesh)
-        answer.append(where)
-    if any(where is None and _is_large(aval) for where, aval in zip(answer, avals, strict=True)):
-        chosen = compiled() or [None] * len(avals)
-        answer = [where or other for where, other in zip(answer, chosen, strict=True)]
+        if answer[index] is None:
+            where = chosen[index] or inside[index] or (None if is_open[index] else likes[index])
+            answer[index] = in_memory(_named_alike(where, known, aval), aval, inside[index])
+    left = [n for n, where in enumerate(answer) if where is None and is_open[n]]
+    if left and mesh.size > 1:
+        chosen = partitioned.of_compiler(left, [avals[n] for n in left], [likes[n] for n in left])
+        for n, where in zip(left, chosen, strict=True):
+            answer[n] = where
+    for n, (where, aval) in enumerate(zip(answer, avals, strict=True)):
+        if where is None or not _divides(where, aval):
+            answer[n] = in_memory(replicated(mesh), aval, inside[n])
+    return [(where, True) for where in answer]
+
+
+def _is_single(where):
+    from jax.sharding import SingleDeviceSharding
+
+    return isinstance(where, SingleDeviceSharding)
+
+
+def _named_alike(where, known, aval):
+    """A sharding as an argument names it that has the same: jax tells apart what is written differently."""
+    for other in known:
+        if where is not None and other is not None:
+            with contextlib.suppress(Exception):
+                if where.is_equivalent_to(other, len(aval.shape)):
+                    return other
+    return where
+
+
+def _on_one_device(avals, params, inside, single, committed):
+    """Sharding of each result where no mesh is: as declared, else on the device of the arguments, in the body's memory."""
+    answer = []
+    for declared, aval, flowed in zip(params["out_shardings"], avals, inside, strict=True):
+        if bridge.is_sharding(declared) and bridge.on_slice(declared):
+            answer.append((declared, True))
+        else:
+            answer.append((in_memory(single, aval, flowed), committed))
+    return answer
+
+
+def in_memory(where, aval, flowed):
+    """A sharding in the kind of memory that the body has a result in: as it is typed, or before jax 0.7 where it flowed to."""
+    if where is None:
+        return None
+    space = getattr(getattr(aval, "memory_space", None), "name", None)
+    if space is None:
+        kind = getattr(flowed, "memory_kind", None) or "device"
+    else:
+        kind = {"Host": "pinned_host"}.get(space, "device")
+    has = where.memory_kind or "device"
+    return where if has == kind else where.with_memory_kind(kind)
+
+
+def of_loose(args, params, mesh):
+    """Sharding to which a call takes each argument that is committed nowhere: the declared one, or all devices of its mesh, or those of the others; None of one that stays."""
+    declared = [
+        where if bridge.is_sharding(where) and bridge.on_slice(where) else None
+        for where in params["in_shardings"]
+    ]
+    committed = [arg for arg in args if arrays.is_slice_array(arg) and arg._committed]
+    mesh = mesh or mesh_of(committed) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
+    alone = committed[0].sharding if committed else None
+    other = alone if mesh is None else replicated(mesh)
     return [
-        (where if where is not None and _divides(where, aval) else replicated(mesh), True)
-        for where, aval in zip(answer, avals, strict=True)
+        None if arrays.is_slice_array(arg) and arg._committed else _concrete(where, mesh) or other
+        for arg, where in zip(args, declared, strict=True)
     ]
 
 
@@ -169,7 +260,8 @@ def _divides(sharding, aval):
     return True
 
 
-def _is_large(aval):
+def is_large(aval):
+    """Whether it matters where a value lies."""
     size = 1
     for dim in getattr(aval, "shape", ()):
         size *= dim
@@ -246,6 +338,8 @@ def _through(eqn, ins):
             mesh = next((where.mesh for where in ins if hasattr(where, "mesh")), None) or _context()
             return [None if mesh is None else _concrete(constraint, mesh)]
         return [constraint if bridge.on_slice(constraint) else None]
+    if name == "device_put":
+        return [_put(where, target) for where, target in zip(ins, params["devices"], strict=True)]
     if name in ("pjit", "jit"):
         declared = [
             where if bridge.is_sharding(where) and bridge.on_slice(where) else None
@@ -273,6 +367,16 @@ def _through(eqn, ins):
     return [None] * len(eqn.outvars)
 
 
+def _put(where, target):
+    """Place that ``device_put`` within a body gives an array: what it names, or in another memory of the same devices."""
+    target = getattr(target, "sharding", target)  # of a Format
+    if bridge.is_sharding(target):
+        return target if bridge.on_slice(target) else None
+    named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
+    kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
+    return where if where is None or not isinstance(kind, str) else where.with_memory_kind(kind)
+
+
 def _of_shards(params, index):
     """The sharding of a result of ``shard_map``; None where its mesh is not of the slice."""
     from jax.sharding import NamedSharding, PartitionSpec
@@ -296,8 +400,220 @@ def _context():
 
 
 def _same_shape(eqn, ins, var):
+    """The sharding that all operands of the result's shape have of which one is known."""
     shape = getattr(var.aval, "shape", None)
-    for atom, where in zip(eqn.invars, ins, strict=True):
-        if where is not None and getattr(atom.aval, "shape", None) == shape:
-            return where
-    return None
+    same = [
+        where
+        for atom, where in zip(eqn.invars, ins, strict=True)
+        if where is not None and getattr(atom.aval, "shape", None) == shape
+    ]
+    return same[0] if same and all(where == same[0] for where in same) else None
+
+
+# What the partitioner and the compiler choose
+
+
+class Partitions:
+    """Choices for one program: by the partitioner's own pass, which takes a lowering, and by a compile."""
+
+    def __init__(self, name, jaxpr, lower, compile=None):
+        self._name, self._jaxpr, self._lower = name, jaxpr, lower
+        self._compile = compile or self._least
+        self._number = len(inner(jaxpr).outvars_avals())
+
+    def of_pass(self, mesh):
+        """Sharding of each result, None of one that the pass does not reach; None where there is no such pass."""
+        try:
+            with _shardy():
+                return of_lowered(self._lower(), self._number, mesh)
+        except Exception:  # the program's own fault, which its compile says
+            return None
+
+    def of_compiler(self, places, avals, likes):
+        """Sharding of some results, by their places: the compiler's, else those of arguments of the same shape."""
+        from systolic_capture import bodies, report
+
+        size = bodies.operations(self._jaxpr)
+        reason = f"its {size} operations are too many to compile for that"
+        if size <= MOST_COMPILED:
+            report.say(stage=f"compiling {self._name} for the shardings of its results")
+            try:
+                chosen = self._compile()
+                return [chosen[place] for place in places]
+            except Exception as error:
+                reason = f"compiling it failed ({' '.join(str(error).split())[:160]})"
+        self._note(avals, likes, reason)
+        return likes
+
+    def _note(self, avals, likes, reason):
+        from systolic_capture import bodies, calls
+
+        size = sum(map(bodies.bytes_of, avals)) / (1 << 30)
+        taken = sum(like is not None for like in likes)
+        calls.note(
+            f"the shardings of {len(avals)} results of {self._name}, {size:.2f} GiB over all devices, are a guess: {taken} are taken as "
+            f"those of arguments of the same shape, {len(avals) - taken} as whole on every device, since {reason}; out_shardings says them"
+        )
+
+    def _least(self):
+        return list(self._lower().compile(compiler_options=_least_effort())._out_shardings)
+
+
+def _least_effort():
+    """Options of the quickest compile; jax 0.11 took the finer one away."""
+    from jax._src import config
+
+    if hasattr(config, "exec_time_optimization_effort"):
+        return {"exec_time_optimization_effort": -1.0}
+    return {"optimization_level": 1}
+
+
+def of_lowered(lowering, number, mesh):
+    """Sharding of each result of a lowered program; None of what the pass does not reach.
+
+    Args:
+        lowering: The program as jax lowered it.
+        number: How many results it has.
+        mesh: The mesh of the program's arrays, whose name of an axis the answer has where the devices are its own.
+
+    Returns:
+        None where this jax has another partitioner, or the pass fails.
+    """
+    from systolic_capture import calls
+
+    devices = calls.device_assignment(lowering)
+    if len(devices) == 1:
+        from jax.sharding import SingleDeviceSharding
+
+        return [SingleDeviceSharding(devices[0])] * number
+    try:
+        module = _propagated(lowering.stablehlo())
+        meshes = _meshes(module, devices, mesh)
+        results = _results(module)[-number:]
+        if not meshes or len(results) != number:
+            return None
+        text = module.get_asm(large_elements_limit=16)
+        if " call @" in text:  # jaxlib 0.5 inlines none, and the pass stops there
+            return None
+        opaque = None in results and _OPAQUE.search(text)
+        whole = None if opaque else _whole(next(iter(meshes.values())))
+        return [whole if one is None else _sharding(one, meshes) for one in results]
+    except Exception:
+        return None
+
+
+def _shardy():
+    """A context in which jax lowers for the partitioner that has the pass: the one that it takes since 0.7."""
+    from jax._src import config
+
+    state = getattr(config, "use_shardy_partitioner", None)
+    return contextlib.nullcontext() if state is None or state.value else state(True)
+
+
+def _propagated(module):
+    from jax._src.lib.mlir import passmanager
+
+    with module.context:
+        copy = module.operation.clone()
+        passmanager.PassManager.parse(PIPELINE).run(copy)
+    return copy
+
+
+def _operations(module):
+    return [operation.operation for operation in module.regions[0].blocks[0].operations]
+
+
+def _results(module):
+    """The sharding of each result of the main function, as it is written; None of one without."""
+    from jax._src.lib.mlir import ir
+
+    for operation in _operations(module):
+        if operation.name == "func.func" and str(operation.attributes["sym_name"]) == '"main"':
+            break
+    else:
+        return []
+    number = str(operation.attributes["function_type"]).rpartition("->")[2].count("tensor<")
+    if "res_attrs" not in operation.attributes:
+        return [None] * number
+    dictionaries = map(ir.DictAttr, operation.attributes["res_attrs"])
+    return [str(one[_ATTRIBUTE]) if _ATTRIBUTE in one else None for one in dictionaries]
+
+
+def _meshes(module, devices, mesh):
+    """Meshes that the module names: of axes and sizes in their order, over the program's devices in theirs."""
+    import numpy as np
+    from jax.sharding import Mesh
+
+    meshes = {}
+    for operation in _operations(module):
+        if operation.name != "sdy.mesh":
+            continue
+        text = str(operation.attributes["mesh"])
+        axes = re.findall(r'"([^"]*)"=(\d+)', text)
+        ids = re.search(r"device_ids=\[([\d, ]*)\]", text)
+        order = [int(one) for one in ids[1].split(",")] if ids else range(len(devices))
+        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
+        if not axes or int(np.prod(sizes)) != len(devices):
+            continue
+        placed = np.empty(len(devices), object)
+        placed[:] = [devices[at] for at in order]
+        one = Mesh(placed.reshape(sizes), tuple(names))
+        if bridge.is_concrete(mesh) and _is_same(mesh, one):
+            one = mesh
+        meshes[str(operation.attributes["sym_name"]).strip('"')] = one
+    return meshes
+
+
+def _is_same(mesh, other):
+    return tuple(mesh.shape.items()) == tuple(other.shape.items()) and tuple(
+        mesh.devices.flat
+    ) == tuple(other.devices.flat)
+
+
+def _whole(mesh):
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _sharding(text, meshes):
+    """The sharding that ``#sdy.sharding<@mesh, [{"data"}, {}]>`` is, of axes or of parts of them."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    name, _, dims = text.partition("<@")[2].partition("[")
+    mesh = meshes[name.rstrip(", ").strip('"')]
+    axes = [_AXIS.findall(dim) for dim in re.findall(r"\{([^}]*)\}", dims.partition("]")[0])]
+    mesh = _split(mesh, [axis for dim in axes for axis in dim])
+    spec = [tuple(f"{name}:{at}" if at else name for name, at, _ in dim) for dim in axes]
+    while spec and not spec[-1]:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*(_entry(dim) for dim in spec)))
+
+
+def _entry(dim):
+    if len(dim) < 2:
+        return dim[0] if dim else None
+    return dim
+
+
+def _split(mesh, axes):
+    """The mesh with each axis of which parts are used as several, named by where they begin."""
+    from jax.sharding import Mesh
+
+    ends = {}
+    for name, at, size in axes:
+        if at:
+            ends.setdefault(name, {1}).update((int(at), int(at) * int(size)))
+    if not ends:
+        return mesh
+    names, sizes = [], []
+    for name, size in mesh.shape.items():
+        if name not in ends:
+            names.append(name)
+            sizes.append(size)
+            continue
+        bounds = sorted({*ends[name], size})
+        for begin, end in itertools.pairwise(bounds):
+            names.append(f"{name}:{begin}")
+            sizes.append(end // begin)
+    return Mesh(mesh.devices.reshape(sizes), tuple(names))

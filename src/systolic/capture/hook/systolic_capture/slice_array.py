@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
-from systolic_capture import bridge, memory, saving
+from systolic_capture import bridge, memory, moves, saving
 
 _Array: Any = basearray.Array
 _serials = itertools.count()
@@ -29,6 +29,8 @@ class SliceArray(_Array):
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
+        self._read = [False]
+        """Whether its value is on the host; of the first device's part and of the whole at once."""
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -93,6 +95,7 @@ class SliceArray(_Array):
         self.use()
         if self.known is None:
             saving.read(self)
+        self._count_read()
         known = 0 if self.known is None else self.known
         return np.full(self.physical.shape, known, self.physical.dtype)
 
@@ -174,8 +177,14 @@ class SliceArray(_Array):
         return self
 
     def copy_to_host_async(self):
-        """Nothing to copy."""
-        return None
+        """Counts the copy."""
+        self._count_read()
+
+    def _count_read(self):
+        """Counts that its value goes to the host, where it stays."""
+        if not self._read[0]:
+            self._read[0] = True
+            moves.count_read(self)
 
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
@@ -225,6 +234,9 @@ class _Shard:
             buffer=whole.buffer,
         )
         part.known = whole.known
+        # Each device has a link of its own: the first stands for all.
+        first = min(whole.sharding.device_set, key=lambda device: device.id)
+        part._read = whole._read if self.device is first else [True]
         return part
 
 

@@ -139,9 +139,9 @@ def _before_evaluation(sequence, length):
 
 def _fills(sequence, takers, key, kinds):
     """Whether a cycle of calls does little beside the calls after it, as what fills a buffer for the steps does."""
-    work = {entry.call.key: entry.work for entry in sequence}
+    flops = {entry.call.key: entry.call.flops for entry in sequence}
     cycle = [other for other in _reached(takers, key) if key in _reached(takers, other)]
-    return sum(work[other] for other in cycle) < BESIDE * sum(work[other] for other in kinds)
+    return sum(flops[other] for other in cycle) < BESIDE * sum(flops[other] for other in kinds)
 
 
 def _small(sequence, length):

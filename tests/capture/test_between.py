@@ -1,0 +1,288 @@
+"""What lies between the calls of a step, beside their arguments and outside of them all; with the real compiler."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from systolic.capture import capture
+from systolic.chips import slice
+from systolic.forecasting import Forecast
+from systolic.forecasting.captured import forecast_captured
+from systolic.forecasting.memory import HELD
+from systolic.sim.timeline import Resource
+
+HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
+HOOKED = "systolic_capture"
+MIB, GIB = 1 << 20, 1 << 30
+
+HEAD = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+first = SingleDeviceSharding(jax.devices()[0])
+mesh = jax.make_mesh((len(jax.devices()),), ("d",))
+split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+"""
+
+
+def forecast_of(program: str, on: str, folder: Path, *words: str) -> Forecast:
+    """The forecast of a program behind what they share."""
+    made = folder / "answer"
+    made.mkdir()
+    script = folder / "program.py"
+    script.write_text(HEAD + program)
+    captured = capture([sys.executable, str(script), *words], slice(on), made, quick=True)
+    return forecast_captured(captured, slice(on))
+
+
+def line(made: Forecast, words: str) -> str:
+    """The caution or note that has some words; empty without it."""
+    return next((line for line in (*made.cautions, *made.notes) if words in line), "")
+
+
+def moved(made: Forecast, name: str) -> dict[Resource, int]:
+    """Bytes of a kind of moves in a step."""
+    assert made.timeline is not None
+    return {span.resource: span.bytes for span in made.timeline.spans if span.name == name}
+
+
+UNUSED = """
+@jax.jit
+def predict(state, x):
+    return jax.jit(lambda state: state["weights"] @ x)(state)  # the moments go no further
+
+state = {name: jnp.zeros((32768, 32768)) for name in ("weights", "mean", "variance", "average")}
+x = jnp.zeros((32768, 8))
+for _ in range(10):
+    y = predict(state, x)
+"""
+
+
+def test_arguments_that_jit_drops_are_held(tmp_path: Path) -> None:
+    made = forecast_of(UNUSED, "v5e-1", tmp_path)
+    # Weights and three arrays as large, 4 GiB each, of which the compiled program has the weights alone; and the last result.
+    assert made.memory is not None
+    assert made.memory.by_kind[HELD] == 12 * GIB + MIB
+    assert (
+        made.memory.by_kind["parameters" if "parameters" in made.memory.by_kind else "inputs"]
+        >= 4 * GIB
+    )
+    assert not made.fits
+
+
+SOME = """
+@jax.jit
+def step(w, x):
+    return w - 1e-3 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+
+step = jax.jit(step, donate_argnums=0)
+w, x = jnp.zeros((1024, 1024)), jnp.zeros((256, 1024))
+copy = None
+for n in range(int(sys.argv[1])):
+    if n % 10 == 0:
+        copy = jnp.copy(w)
+        kept = jax.device_put(copy, first.with_memory_kind("pinned_host"))
+    if n % 10 == 3:
+        copy = None
+    w = step(w, x)
+"""
+
+
+@pytest.mark.parametrize("steps", ["31", "30"])
+def test_what_comes_with_some_steps_alone_is_as_much_wherever_the_program_ends(
+    steps: str, tmp_path: Path
+) -> None:
+    made = forecast_of(SOME, "v5e-1", tmp_path, steps)
+    # 4 MiB every ten steps, and as many on the device in three of ten.
+    assert moved(made, "device_put") == {Resource.host: round(4 * MIB / 10)}
+    text = line(made, "device_put outside of jit")
+    assert f"every 10 steps ({int(steps) // 10 if steps == '31' else 2} of {int(steps) - 1}" in text
+    assert "4.0 MiB between device and host" in text
+    assert made.memory is not None
+    assert made.memory.by_kind[HELD] == 4 * MIB
+    assert [b.bytes for b in made.memory.buffers if b.kind == HELD] == [4 * MIB]
+
+
+GATHERED = """
+width = int(sys.argv[1])
+w = jax.device_put(jnp.zeros((width, width), jnp.bfloat16), split)
+x = jax.device_put(jnp.zeros((8, width), jnp.bfloat16), whole)
+
+@jax.jit
+def step(w, gathered, x):
+    return w + (x @ gathered).sum()
+
+step = jax.jit(step, out_shardings=split)
+for _ in range(10):
+    gathered = jax.device_put(w, whole)  # the one before is alive
+    w = step(w, gathered, x)
+"""
+INITIAL = """
+width = int(sys.argv[1])
+w = [jnp.zeros((width, width), jnp.bfloat16) for _ in range(3)]
+w = jax.device_put(w, split)
+x = jax.device_put(jnp.zeros((8, width), jnp.bfloat16), whole)
+step = jax.jit(lambda w, x: [part + (x @ part).sum() for part in w], donate_argnums=0)
+for _ in range(10):
+    w = step(w, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "width", "fits", "least"),
+    [
+        # By hand: two whole arrays of 8 GiB and a part of an eighth of one; three of 8 GiB, of which the second is too much.
+        pytest.param(GATHERED, 65536, False, 17 * GIB, id="gathered"),
+        pytest.param(INITIAL, 65536, False, 16 * GIB, id="initial"),
+        pytest.param(GATHERED, 8192, True, 256 * MIB, id="smaller"),
+    ],
+)
+def test_the_most_outside_of_calls(
+    program: str, width: int, fits: bool, least: int, tmp_path: Path
+) -> None:
+    made = forecast_of(program, "v5e-8", tmp_path, str(width))
+    text = line(made, "outside of its step the program holds")
+    assert "program.py:" in text
+    assert made.fits == fits
+    if fits:
+        # Two of 128 MiB, a part of 16 MiB and a batch of 128 KiB.
+        assert "272.1 MiB of arrays" in text
+        assert "fails there" not in text
+    else:
+        assert made.rejected is not None
+        assert made.rejected.need_bytes >= least
+        assert made.cautions[0] == text
+        assert "it does not fit, and the program fails there" in text
+
+
+LOOSE = """
+from functools import partial
+
+width = 4096
+columns = NamedSharding(mesh, P(None, "d"))
+
+@partial(jax.jit, in_shardings=(whole, columns, whole), out_shardings=(whole, whole))
+def step(rate, base, x):
+    loss, slope = jax.value_and_grad(lambda r: ((x @ base).astype(jnp.float32) * r).mean())(rate)
+    return rate - slope, loss
+
+base = jnp.zeros((width, width), jnp.bfloat16)  # whole on the first device, committed to none
+rate = jax.device_put(jnp.zeros((width,)), whole)
+x = jax.device_put(jnp.zeros((64, width), jnp.bfloat16), whole)
+for _ in range(10):
+    rate, loss = step(rate, base, x)
+"""
+
+
+def test_an_array_on_one_device_that_each_call_spreads(tmp_path: Path) -> None:
+    made = forecast_of(LOOSE, "v5e-8", tmp_path)
+    # The first device keeps 32 MiB and gives away seven eighths, beside its own eighth that is the argument.
+    assert made.memory is not None
+    assert made.memory.by_kind[HELD] == 32 * MIB + 4  # and the last loss
+    assert moved(made, "arguments on one device") == {Resource.ici: 28 * MIB}
+    text = line(made, "jit copies arguments that lie on one device")
+    assert "1 time a step, 28.0 MiB between devices" in text
+    assert made.step_seconds is not None
+    assert made.step_seconds > 28 * MIB / (2 * 45e9 * 1.2)
+
+
+READ = """
+@jax.jit
+def step(w, x):
+    y = x @ w
+    return w + y.mean() * w, y
+
+w, x = jax.device_put((jnp.zeros((2048, 1024)), jnp.zeros((1024, 2048))), whole)
+w = jax.device_put(w, split)
+for _ in range(10):
+    w, y = step(w, x)
+    values = np.asarray(y), np.asarray(y), jax.device_get(w)  # y once
+    parts = [np.asarray(shard.data) for shard in w.addressable_shards]  # no more of w
+    on_cpu = jax.device_put(w, jax.devices("cpu")[0])
+"""
+
+
+def test_values_that_the_program_reads(tmp_path: Path) -> None:
+    made = forecast_of(READ, "v5e-8", tmp_path)
+    # 4 MiB of y from a device that has it; of the 8 MiB of w an eighth from each, twice.
+    assert moved(made, "arrays read") == {Resource.host: 5 * MIB}
+    assert moved(made, "device_put") == {Resource.host: MIB}
+    assert "2 times a step, 5.0 MiB between device and host" in line(
+        made, "the program reads arrays"
+    )
+    assert made.memory is not None
+    assert made.memory.by_kind.get(HELD, 0) < 8 * MIB  # the copy lies on the CPU
+
+
+AHEAD = """
+width = 1024
+w, unused = jnp.zeros((width, width)), jnp.zeros((width, width))
+
+def step(w, unused, batch):
+    return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w)
+
+batch = np.zeros((64, width), np.float32)
+compiled = jax.jit(step, donate_argnums=0).lower(w, unused, batch).compile()
+donated = []
+for _ in range(10):
+    donated.append(w)
+    w = compiled(w, unused, batch)
+moved = jax.device_put(w, jax.devices()[0], donate=True)
+"""
+
+
+def test_donation_of_a_program_that_is_compiled_ahead_beside_a_batch_of_the_host(
+    tmp_path: Path,
+) -> None:
+    made = forecast_of(AHEAD, "v5e-1", tmp_path)
+    assert made.memory is not None
+    assert (
+        made.memory.by_kind[HELD] == 4 * MIB
+    )  # what the program drops; what it donates is a result
+
+
+# By hand, without a compiler
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    monkeypatch.syspath_prepend(str(HOOK))
+    return importlib.import_module(f"{HOOKED}.moves")
+
+
+def per_step(moves, *host: int) -> dict:
+    """What is put in a step, from the bytes that each step moves to the host."""
+    totals, total = [], [(0, 0, 0, 0)] * 3
+    for size in (0, *host):
+        put = total[0]
+        total = [(put[0] + size, 0, 0, put[3] + bool(size)), *total[1:]]
+        totals.append(tuple(total))
+    return moves.of_steps(totals).get("put", {})
+
+
+def test_moves_of_steps_by_hand(moves) -> None:
+    assert per_step(moves, 0, 0, 0) == {}
+    assert per_step(moves, 8, 8, 8) == {"host": 8, "devices": 0, "slices": 0, "times": 1}
+    # One of ten, from the first of them to the last, whatever comes before and behind.
+    for behind in (0, 4, 9):
+        rare = per_step(moves, *[0] * 5, 8, *[0] * 9, 8, *[0] * behind)
+        assert rare["host"] == pytest.approx(0.8)
+        assert rare["some"] == pytest.approx(
+            {"steps": 2, "of": 16 + behind, "every": 10, "host": 8, "devices": 0, "slices": 0}
+            | {"times": 1}
+        )
+    # Beside what each step moves.
+    more = per_step(moves, *([2] * 9 + [10]) * 3)
+    assert more["host"] == pytest.approx(2.8)
+    assert more["some"]["host"] == pytest.approx(8)
+    # Once is once in the recorded steps, and two that follow each other are no more than two and another.
+    assert per_step(moves, *[0] * 19, 8)["host"] == pytest.approx(8 / 20)
+    assert per_step(moves, *[0] * 18, 8, 8)["host"] == pytest.approx(3 * 8 / 20)
+    # Each step another size.
+    assert per_step(moves, 1, 2, 3, 4) == {"host": 2.5, "devices": 0, "slices": 0, "times": 1}
