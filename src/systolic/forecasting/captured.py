@@ -302,7 +302,11 @@ def forecast_parts(
         (part.timeline.calibration for part in parts if part.timeline is not None), None
     )
     links = moves.Links.of(on, calibration)
-    moved = {cause: links.spans(own, moves.CAUSES[cause][0]) for cause, own in answer.moves.items()}
+    moved = {
+        cause: links.spans(own, moves.CAUSES[cause][0])
+        for cause, own in answer.moves.items()
+        if cause != moves.FED
+    }
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -337,6 +341,7 @@ def forecast_parts(
             *(text for part in parts if (text := _left_out(part))),
             *forecast.cautions,
         ),
+        notes=(*moves.notes_of(answer.moves, plan.seconds, links), *forecast.notes),
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )

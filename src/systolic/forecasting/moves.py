@@ -22,6 +22,8 @@ CAUSES = {
     "read": ("arrays read", "the program reads arrays on the host"),
 }
 """For each cause of moves their name in the timeline, and what a line begins with."""
+FED = "fed"
+"""Arrays of the host, such as batches: an input pipeline hides them, so that they are no part of the time."""
 WAYS = {
     "host": "between device and host",
     "devices": "between devices",
@@ -94,6 +96,8 @@ def lines_of(
     """The lines of what is moved outside of the step's programs, which take ``step`` seconds."""
     lines = []
     for cause, mean in moves.items():
+        if cause == FED:
+            continue
         seconds = sum(span.seconds for span in moved[cause])
         if seconds <= MOVED * step:
             continue
@@ -115,6 +119,17 @@ def lines_of(
         else:
             lines.append(f"{begin} with some steps alone, {rare}")
     return lines
+
+
+def notes_of(moves: Mapping[str, ArrayMoves], step: float, links: Links) -> list[str]:
+    """The line of what a step takes from the host, where that is not little beside ``step`` seconds."""
+    fed = moves.get(FED)
+    if fed is None or not links.host or fed.host / links.host <= MOVED * step:
+        return []
+    seconds = duration(fed.host / links.host)
+    return [
+        f"a step takes {gibibytes(round(fed.host))} of arrays from the host, such as batches: {seconds} at the rate of the link, which is not in the time; without an input pipeline that puts them ahead, the step waits for it"
+    ]
 
 
 def _times(number: float) -> str:

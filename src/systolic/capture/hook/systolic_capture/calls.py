@@ -229,6 +229,9 @@ def take(call, args, kept, loose=()):
     call.ids, call.links = arrays.serials(args), arrays.links(args)
     call.given_ids = frozenset(map(id, args))
     copied = set()
+    for value in args:
+        if not arrays.is_slice_array(value):
+            moves.count_fed(dispatch.aval_of(value), None)
     for value, where in zip(args, loose, strict=False):
         if where is None or not arrays.is_slice_array(value) or value._committed:
             continue

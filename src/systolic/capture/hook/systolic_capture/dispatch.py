@@ -188,6 +188,8 @@ def put(value, where):
         place = old if kind is None else old.with_memory_kind(kind)
         if arrays.is_slice_array(value):
             moves.count(value, place)
+        else:
+            moves.count_fed(aval, place)
         return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
@@ -196,6 +198,8 @@ def put(value, where):
     if arrays.is_slice_array(value):
         value.use()
         moves.count(value, target)
+    elif bridge.on_slice(target):
+        moves.count_fed(aval, target)
     born = arrays.latest([value])
     array = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
     if counters.is_counter(aval):

@@ -9,8 +9,9 @@ from systolic_capture import bridge, memory
 
 KINDS = ("host", "devices", "slices")
 """Over the link between a device and its host, between the chips of a slice, and between slices."""
-CAUSES = ("put", "spread", "read")
-"""``jax.device_put``; a call on several devices of an array that is committed to none; a value that the program reads."""
+CAUSES = ("put", "spread", "read", "fed")
+"""``jax.device_put``; a call on several devices of an array that is committed to none; a value that the program reads; an array of
+the host, such as a batch, that is put onto the slice or given to a call."""
 NONE = (0,) * (len(KINDS) + 1)
 
 _totals = dict.fromkeys(CAUSES, NONE)
@@ -30,6 +31,15 @@ def count_read(value):
     size = memory.part_bytes(value.aval, value.sharding)
     if size >= memory.LEAST_BYTES and not memory.is_on_host(value.sharding):
         _add("read", (size, 0, 0))
+
+
+def count_fed(aval, where):
+    """Counts an array of the host that goes to the slice: each device gets its part; ``where`` is None of an argument of jit."""
+    size = aval.size * getattr(aval.dtype, "itemsize", 4)
+    if where is not None:
+        size = memory.part_bytes(aval, where)
+    if size >= memory.LEAST_BYTES and not (where is not None and memory.is_on_host(where)):
+        _add("fed", (size, 0, 0))
 
 
 def of_steps(totals):

@@ -12,13 +12,34 @@ WORDS = ("save", "checkpoint", "serialize")
 """Words in the names of functions that do."""
 MOST_FRAMES = 40
 
+LARGE_BYTES = 1 << 20
+"""Bytes of an array from which its value is hardly read to be looked at."""
+
 _told = []
+_read = []
 
 
 def read(array):
-    """Warns, once, where the values of an array are read to be saved; a number, such as a loss, is none of them."""
-    if not _told and array.size > 1 and _saves():
+    """Warns, once, where the values of an array are read to be saved, or those of a large one at all; a loss is none of them."""
+    if _told or array.size <= 1:
+        return
+    if _saves():
         warn()
+    elif array.nbytes >= LARGE_BYTES and not _read:
+        _read.append(True)
+        _say(
+            "reads large arrays of the slice",
+            "zeros are read: a file that it writes of them has zeros",
+        )
+
+
+def _say(what, then):
+    from systolic_capture import calls
+
+    where = f" ({at})" if (at := line()) else ""
+    text = f"the program {what}{where}: they stand for values that nobody has computed, and {then}"
+    print(f"systolic: {text}", file=sys.stderr, flush=True)
+    calls.note(text)
 
 
 def warn():
@@ -26,12 +47,7 @@ def warn():
     if _told:
         return
     _told.append(True)
-    from systolic_capture import calls
-
-    where = f" ({at})" if (at := line()) else ""
-    text = f"the program saves or sends arrays of the slice{where}: they stand for values that nobody has computed, and zeros are written"
-    print(f"systolic: {text}", file=sys.stderr, flush=True)
-    calls.note(text)
+    _say("saves or sends arrays of the slice", "zeros are written")
 
 
 def _frames():
