@@ -94,6 +94,8 @@ def lines(
 ) -> list[Text]:
     """Lines of the screen: at most :data:`HEIGHT` where the causes allow it, ``width`` columns wide."""
     head = [verdict(title, causes), Text("")]
+    if sum(cause.share or 0.0 for cause in causes) > 1.0:
+        remarks = ("causes overlap: their shares are more than the whole together", *remarks)
     tail = [_wrapped(remark, width, "  ", "dim") for remark in remarks]
     tail += [_wrapped(f"not judged: {note}", width, "  ", "dim") for note in notes]
     foot = [line for part in tail for line in part]
