@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from systolic.inference.command import evaluate, generate, predict, verify_bundle
     from systolic.inference.model import TrainedModel
     from systolic.inference.model import open_model as open
-    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions, Verified
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
     from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.verification import Verified
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
@@ -61,7 +62,7 @@ _HOME = {
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.training.session",
     "TrainedModel": "systolic.inference.model",
-    "Verified": "systolic.inference.results",
+    "Verified": "systolic.inference.verification",
     "WeightFormat": "systolic.job",
     "batch": "systolic.serving.command",
     "calibrate": "systolic.explaining.calibrate",

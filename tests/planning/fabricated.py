@@ -8,7 +8,7 @@ from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.core.units import GIB
 from systolic.forecasting import Forecast
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.analytic import Facts, analyse, facts_of

@@ -16,7 +16,7 @@ from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job, Layout, Placement, Precision, Remat, Residual
 from systolic.planning.analytic import Facts, analyse, facts_of

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job
 from systolic.planning import evaluator, goal

@@ -18,7 +18,7 @@ from systolic.cli.main import VERBS, main
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import demand
 from systolic.forecasting.serving.capacity import ServerTimes
 from systolic.forecasting.serving.demand import engine_state

@@ -12,8 +12,8 @@ from PIL import Image
 from systolic import recipes
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.image.digits import Digits
 from systolic.data.image.idx import DEBIAN
-from systolic.data.image.small_images import Digits
 from systolic.job import Layout, OptimizerChange, Read, Schedule, Split
 from systolic.job.data import MASK
 from systolic.models.vision.resnet.config import Stem

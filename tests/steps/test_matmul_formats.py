@@ -91,7 +91,7 @@ def test_a_forecast_says_where_a_chip_has_no_hardware_for_the_operands() -> None
     def notes(precision: Precision, on: str) -> list[str]:
         job = replace(tiny.job(layout=tiny.ONE_DEVICE), precision=precision)
         facts = trace_job(job, StepKind.eval, slice(on), jax.devices()[:1]).facts
-        return [note for note in facts["notes"] if "hardware" in note]
+        return [note for note in facts.notes if "hardware" in note]
 
     (said,) = notes(Precision.fp8, "v5e-1")
     assert said == (

@@ -115,7 +115,7 @@ def test_what_can_not_be_rounded_is_refused() -> None:
 def test_a_step_for_a_slice_and_convolutions() -> None:
     job = replace(JOB, precision=Precision.qat_int4)
     facts = trace_job(job, StepKind.train, slice("v5e-1"), jax.devices()[:1]).facts
-    assert facts["precision"] == "qat-int4"
+    assert facts.precision == "qat-int4"
     images = StepFunctions(replace(JOB, model=CNN()), target(WeightFormat.int8))
     wanted = MatrixFormat(format=WeightFormat.int8)
     inputs = (0, 1, 2)

@@ -248,7 +248,7 @@ def test_its_generation_is_traced_for_a_forecast() -> None:
     """FLOPs are counted from the program: two per product of a token of a row over 32 positions."""
     facts = trace_job(job(), StepKind.decode, slice("cpu"), jax.devices()[:1]).facts
     matmuls = 4 * WIDTH * WIDTH + 2 * SEQUENCE * WIDTH + WIDTH * VOCAB
-    assert facts["model_flops"] == 8 * 2 * matmuls
+    assert facts.model_flops == 8 * 2 * matmuls
     facts = trace_job(job(), StepKind.prefill, slice("cpu"), jax.devices()[:1]).facts
-    assert (facts["units"], facts["unit"]) == (8 * SEQUENCE, "tokens")
-    assert facts["model_flops"] > 0
+    assert (facts.units, facts.unit) == (8 * SEQUENCE, "tokens")
+    assert facts.model_flops > 0

@@ -1,7 +1,4 @@
-"""The answer, as a value and as JSON with names that other tools read.
-
-Dollars and kilowatt-hours of a step.
-"""
+"""The answer, as a value and as JSON with names that other tools read."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -9,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.chips import Slice, usual
+from systolic.chips import Slice
 from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration
+from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
 from systolic.sim.calibration import Calibration, factors_json
@@ -24,54 +22,6 @@ from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 if TYPE_CHECKING:
     from systolic.forecasting.comparison import ForecastChanges
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
-    """Price and power of a slice; None where the catalogue has no price or no power."""
-
-    usd_per_hour: float | None
-    spot_usd_per_hour: float | None
-    committed_usd_per_hour: float | None
-    price_as_of: str
-    price_region: str
-    watts: float | None
-    """All chips, hosts and cooling not counted."""
-    watts_source: str
-    pue: float
-    """Power usage effectiveness: energy at the meter over energy of the chips."""
-
-    def usd_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
-        """Dollars on demand for so many units of work."""
-        if self.usd_per_hour is None:
-            return None
-        return self.usd_per_hour * (units / step_units * step_seconds) / 3600
-
-    def kwh_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
-        """Kilowatt-hours at the meter for so many units of work."""
-        if self.watts is None:
-            return None
-        return self.watts * self.pue * (units / step_units * step_seconds) / 3.6e6
-
-
-def bill_of(on: Slice) -> Bill:
-    """Prices and power from the catalogue, or the user's own file."""
-    prices, figures = on.usd_per_hour, on.chip.figures
-    priced = figures.get("usd_per_chip_hour.on_demand")
-    watts, of = on.power_watts, figures.get("power_watts")
-    kind = "mean in use"
-    if watts is None and on.tdp_watts is not None:
-        watts, of, kind = on.tdp_watts, figures.get("tdp_watts"), "thermal design power"
-    return Bill(
-        usd_per_hour=prices.on_demand,
-        spot_usd_per_hour=prices.spot,
-        committed_usd_per_hour=prices.committed,
-        price_as_of=priced.as_of if priced else "",
-        price_region=priced.region if priced else "",
-        watts=watts,
-        pue=usual("data_centre")["pue"].value,
-        watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",
-    )
 
 
 BILLION, MILLION = 1e9, 1e6

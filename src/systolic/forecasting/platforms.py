@@ -12,7 +12,8 @@ from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import duration
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip

@@ -34,8 +34,9 @@ from systolic.core.origin import Origin
 from systolic.core.reporter import reporter
 from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.costs import note_of, windowed
-from systolic.forecasting.forecast import Forecast, bill_of
+from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
     LARGEST,
     LiveBuffer,

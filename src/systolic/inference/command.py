@@ -15,7 +15,8 @@ from systolic.job import Sampling, Split
 
 if TYPE_CHECKING:
     from systolic.inference.model import Messages, TrainedModel
-    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions, Verified
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
+    from systolic.inference.verification import Verified
 
 RUN = OptionWords(Path, name="run")
 WORDS = OptionWords(tuple[str, ...])
@@ -214,7 +215,7 @@ def verify_bundle(
         DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
         RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
     """
-    from systolic.inference.results import verified
+    from systolic.inference.verification import verified
 
     with working(f"verify {Path(path).name}"):
         return verified(Path(path), replay=replay)

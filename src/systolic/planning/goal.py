@@ -17,7 +17,7 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.core.machine import bounded
 from systolic.core.units import dollars, duration
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 
 
 class Objective(enum.Enum):

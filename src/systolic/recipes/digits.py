@@ -3,7 +3,7 @@
 import enum
 
 from systolic.core.arguments import with_types
-from systolic.data.image.small_images import SIZE, Digits
+from systolic.data.image.digits import SIZE, Digits
 from systolic.job import (
     Batch,
     ChangedOptimizer,

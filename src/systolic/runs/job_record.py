@@ -199,7 +199,6 @@ def compiled_with(record: JobRecord) -> tuple[str, ...]:
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
 MOVED: Mapping[str, str] = {
-    "systolic.data.image.digits": "systolic.data.image.small_images",
     "systolic.interop.program.model": "systolic.formats.program.model",
     "systolic.steps.tasks.masked": "systolic.steps.tasks.language",
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.image.small_images import Digits
+from systolic.data.image.digits import Digits
 from systolic.job import Read, Split
 
 

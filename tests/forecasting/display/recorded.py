@@ -12,7 +12,7 @@ from systolic.compiling import Compiled, Rejected
 from systolic.compiling.outcome import HLO, REPORT, Buffer, CompileReport
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, forecast_text
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.run import of_outcome
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from tests.recorded import hlo

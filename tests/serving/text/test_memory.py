@@ -84,7 +84,7 @@ def test_pages_in_8_bits_as_the_table_and_a_forecast_have_them(small, cache, pag
         job=small.steps.job, rows=1, pages=1, num_pages=2, page_size=8, cache=cache
     )
     on = slice("cpu")
-    assert program.trace(on, jax.devices()[:1]).facts["page_bytes"] == page_bytes
+    assert program.trace(on, jax.devices()[:1]).facts.page_bytes == page_bytes
 
 
 def test_a_context_beyond_that_of_training_is_warned_of(small):

@@ -3,11 +3,8 @@
 A document of ``m`` tokens is ``m - 1`` places: the token at a place is the input, the one after it
 the target. A cut between rows repeats one token as the next row's first input, so each target is
 predicted exactly once.
-
-How documents are laid into rows, as an option.
 """
 
-import enum
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -172,12 +169,3 @@ class HeldRecords(TokenRecords):
 def padding_share(batch: Mapping[str, np.ndarray]) -> float:
     """Share of padding in a batch."""
     return float(np.mean(batch["segments"] == 0))
-
-
-class Packing(enum.Enum):
-    """How documents are laid into rows."""
-
-    fit = "fit"
-    """Whole documents wherever a row has room (best fit); only longer ones than a row are cut."""
-    cut = "cut"
-    """One after another, cut at the ends of rows: no padding, more documents without their start."""

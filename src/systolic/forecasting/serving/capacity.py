@@ -19,7 +19,7 @@ from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told_of_step, told_of_steps
-from systolic.forecasting.forecast import bill_of
+from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,

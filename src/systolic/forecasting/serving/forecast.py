@@ -17,7 +17,7 @@ from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.core.units import duration
-from systolic.forecasting.forecast import Bill
+from systolic.forecasting.cost import Bill
 from systolic.job.serving_memory import ServingMemory
 from systolic.sim.calibration import Calibration, factors_json
 

@@ -9,9 +9,10 @@ from typing import TypeVar
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import refuse_pointer
 from systolic.formats.source import COPIES, TransformersSource, gguf_inside
+from systolic.models.config_fields import notes_of
 from systolic.models.decoder.families.fields import refuse_quantized
 from systolic.models.families import CONFIG, family, read_config
-from systolic.models.mapping import Conversion, Rule, Tensor, Tensors, notes_of
+from systolic.models.mapping import Conversion, Rule, Tensor, Tensors
 from systolic.runs.bundle.tensors import MappedTensor, read_header
 
 One = TypeVar("One", bound=Tensor)

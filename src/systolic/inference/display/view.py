@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         MeasuredModel,
         Predictions,
         TextPiece,
-        Verified,
     )
+    from systolic.inference.verification import Verified
 
 SHOWN = 4
 """Numbers of a vector that are printed."""

@@ -6,16 +6,8 @@ from systolic.job import Model
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion, Rule
 from systolic.models.vision.mobilenet.config import MobileNetV2, Padding
-from systolic.models.vision.pixels import (
-    BUFFERS,
-    HALF,
-    Pixels,
-    conv_norm,
-    head,
-    num_classes,
-    require,
-    side,
-)
+from systolic.models.vision.pixels import HALF, Pixels
+from systolic.models.vision.rules import BUFFERS, conv_norm, head, num_classes, require, side
 
 BODY = "mobilenet_v2"
 

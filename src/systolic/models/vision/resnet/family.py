@@ -6,16 +6,9 @@ from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion, Rule
-from systolic.models.vision.pixels import (
-    BUFFERS,
-    HALF,
-    Pixels,
-    conv_norm,
-    head,
-    num_classes,
-    require,
-)
+from systolic.models.vision.pixels import HALF, Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision.rules import BUFFERS, conv_norm, head, num_classes, require
 
 BODY = "resnet"
 EXPANSIONS = {"basic": 1, "bottleneck": 4}

@@ -8,7 +8,8 @@ from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion, Pieces, Rule, layer_norm, matrix, plain, shaped
-from systolic.models.vision.pixels import HALF, Pixels, head, num_classes, side
+from systolic.models.vision.pixels import HALF, Pixels
+from systolic.models.vision.rules import head, num_classes, side
 from systolic.models.vision.vit.config import Gelu, Pooling, Positions, ViT
 
 LAYER = "vit.encoder.layer.{layer}."

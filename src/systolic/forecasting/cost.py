@@ -1,0 +1,53 @@
+"""Dollars and kilowatt-hours of a step."""
+
+from dataclasses import dataclass
+
+from systolic.chips import Slice, usual
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """Price and power of a slice; None where the catalogue has no price or no power."""
+
+    usd_per_hour: float | None
+    spot_usd_per_hour: float | None
+    committed_usd_per_hour: float | None
+    price_as_of: str
+    price_region: str
+    watts: float | None
+    """All chips, hosts and cooling not counted."""
+    watts_source: str
+    pue: float
+    """Power usage effectiveness: energy at the meter over energy of the chips."""
+
+    def usd_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
+        """Dollars on demand for so many units of work."""
+        if self.usd_per_hour is None:
+            return None
+        return self.usd_per_hour * (units / step_units * step_seconds) / 3600
+
+    def kwh_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
+        """Kilowatt-hours at the meter for so many units of work."""
+        if self.watts is None:
+            return None
+        return self.watts * self.pue * (units / step_units * step_seconds) / 3.6e6
+
+
+def bill_of(on: Slice) -> Bill:
+    """Prices and power from the catalogue, or the user's own file."""
+    prices, figures = on.usd_per_hour, on.chip.figures
+    priced = figures.get("usd_per_chip_hour.on_demand")
+    watts, of = on.power_watts, figures.get("power_watts")
+    kind = "mean in use"
+    if watts is None and on.tdp_watts is not None:
+        watts, of, kind = on.tdp_watts, figures.get("tdp_watts"), "thermal design power"
+    return Bill(
+        usd_per_hour=prices.on_demand,
+        spot_usd_per_hour=prices.spot,
+        committed_usd_per_hour=prices.committed,
+        price_as_of=priced.as_of if priced else "",
+        price_region=priced.region if priced else "",
+        watts=watts,
+        pue=usual("data_centre")["pue"].value,
+        watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",
+    )
