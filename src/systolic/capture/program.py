@@ -172,7 +172,7 @@ class ArrayMoves(MovedBytes, frozen=True, kw_only=True):
     some: RareMoves | None = None
 
     def without(self, some: RareMoves) -> MovedBytes:
-        """Those that come with each step."""
+        """Moves that come with each step."""
         return MovedBytes(
             host=self.host - some.host / some.every,
             devices=self.devices - some.devices / some.every,

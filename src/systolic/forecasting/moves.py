@@ -41,7 +41,7 @@ class Links:
 
     @classmethod
     def of(cls, on: Slice, calibration: Calibration | None) -> "Links":
-        """Those of a slice's device."""
+        """Rates of a slice's device."""
         rates = rates_of(on)
         host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
         # A device at a corner has a link along each axis, and two along one that is closed to a ring.
