@@ -258,7 +258,7 @@ def moves(monkeypatch):
 
 def per_step(moves, *host: int) -> dict:
     """What is put in a step, from the bytes that each step moves to the host."""
-    totals, total = [], [(0, 0, 0, 0)] * 3
+    totals, total = [], [moves.NONE] * len(moves.CAUSES)
     for size in (0, *host):
         put = total[0]
         total = [(put[0] + size, 0, 0, put[3] + bool(size)), *total[1:]]
