@@ -114,6 +114,47 @@ def test_results_lie_where_jax_puts_them(tmp_path: Path) -> None:
     assert not any("guess" in line for line in made.cautions)
 
 
+def test_lambdas_have_the_names_of_their_lines(tmp_path: Path) -> None:
+    made = forecast_of("lambdas.py", "v5e-8", tmp_path)
+    assert made.recipe == "lambda at lambdas.py:9 + lambda at lambdas.py:10"
+    # By hand: the product and its slope, of a device's rows.
+    assert made.hardware_flops == pytest.approx(2 * 2 * 256 * 1024**2, rel=0.01)
+
+
+def main_of(module) -> str:
+    """Text of a module's main function, which comes first."""
+    return str(module).partition("func.func private")[0]
+
+
+def test_functions_are_put_in_place_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for jaxlib 0.5, whose own pass leaves all calls: one function twice, one in another, one in a loop."""
+    monkeypatch.syspath_prepend(str(HOOK))
+    shardings = importlib.import_module(f"{HOOKED}.shardings")
+
+    @jax.jit
+    def positive(x):
+        return jnp.where(x > 0, x, 0)
+
+    @jax.jit
+    def outer(x):
+        return positive(x) + 1
+
+    def function(x, w):
+        y = positive(outer(x) @ w)
+        return jax.lax.fori_loop(0, 3, lambda _, y: positive(y @ w), y), y
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    module = jax.jit(function).lower(x, x).compiler_ir()
+    with module.context:
+        copy = module.operation.clone()
+        calls, main = (main_of(copy), shardings._inline(copy), main_of(copy))[::2]
+        assert copy.verify()
+    assert calls.count("call @") >= 3
+    assert "call @" not in main
+    # By hand: 'positive' in 'outer', after the product and in the loop, each a comparison.
+    assert main.count("GT,") == 3
+
+
 def test_a_donated_array_is_refused_as_jax_does(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         captured_of("deleted.py", "v5e-1", tmp_path)
@@ -163,7 +204,7 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
 
 def test_a_function_that_is_jitted_in_each_step_on_the_second_slice(tmp_path: Path) -> None:
     made = forecast_of("anew.py", "2xv5e-8", tmp_path)
-    told(made, "<lambda> was traced anew 10 times in 10 calls")
+    told(made, "lambda at anew.py:15 was traced anew 10 times in 10 calls")
     told(made, "the step uses 8 of the 16 chips of 2xv5e-8")
     # By hand: two matmuls of a device's rows, on half of the devices.
     assert made.hardware_flops == pytest.approx(2 * 2 * 1024**3 / 2, rel=0.01)

@@ -34,6 +34,7 @@ from systolic.forecasting.memory import (
     undonated_bytes,
     with_held,
 )
+from systolic.forecasting.op_changes import Schedule
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -276,7 +277,7 @@ def _names(module: Module, *, loops: bool) -> frozenset[str]:
 def _module(captured: Captured, program: CapturedProgram) -> Module:
     """The compiled text of a program, checked."""
     module = parse(counted_elsewhere((captured.folder / program.text).read_text()))
-    check(module)
+    check(module, newer=True)
     return module
 
 
@@ -307,6 +308,7 @@ def forecast_parts(
         for cause, own in answer.moves.items()
         if cause != moves.FED
     }
+    copies = [span for spans in moved.values() for span in spans]
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -315,9 +317,7 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=moves.with_moves(
-            _bounded(captured, parts, plan), [span for spans in moved.values() for span in spans]
-        ),
+        timeline=moves.with_moves(_bounded(captured, parts, plan), copies),
         memory=largest.memory,
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
@@ -333,6 +333,7 @@ def forecast_parts(
     forecast = replace(
         forecast,
         compiled_for=on.chip.name,
+        schedules=_schedules(parts, plan, copies),
         cautions=(
             *answer.cautions,
             *_cautions(parts, plan, on),
@@ -346,6 +347,20 @@ def forecast_parts(
         **_flops(parts, on),
     )
     return _checked(forecast, [*parts, *rare], beside, answer.outside, on)
+
+
+def _schedules(
+    parts: Sequence[StepPart], plan: CallSchedule, copies: Sequence[Span]
+) -> list[Schedule]:
+    """Programs of the busiest device with how often a step calls them, and what is copied outside of them."""
+    schedules = [
+        (part.module, part.timeline, float(plan.own.get(number, 0)))
+        for number, part in enumerate(parts)
+        if part.timeline is not None and plan.own.get(number)
+    ]
+    seconds = sum(span.seconds for span in copies)
+    outside = Timeline(origin=Origin.simulated, seconds=seconds, spans=tuple(copies))
+    return [*schedules, (parts[0].module, outside, 1.0)]
 
 
 def _name(parts: Sequence[StepPart]) -> str:

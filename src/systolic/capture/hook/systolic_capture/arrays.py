@@ -31,11 +31,17 @@ def serials(values):
     import jax
 
     placed = (array for array in values if is_slice_array(array) or isinstance(array, jax.Array))
-    large = (array for array in placed if array.nbytes > LARGE_BYTES)
+    sizes = ((array, bytes_of(array)) for array in placed)
     return [
-        (array.serial if is_slice_array(array) else _serial_on_host(array), array.nbytes)
-        for array in large
+        (array.serial if is_slice_array(array) else _serial_on_host(array), size)
+        for array, size in sizes
+        if size > LARGE_BYTES
     ]
+
+
+def bytes_of(array):
+    """Bytes of an array; of keys of random numbers, too, which have no ``nbytes`` before jax 0.6."""
+    return array.size * array.dtype.itemsize
 
 
 def _serial_on_host(array):

@@ -5,7 +5,17 @@ import functools
 import jax
 from jax._src import core
 
-from systolic_capture import arrays, bridge, calls, dispatch, flops, memory, report, shardings
+from systolic_capture import (
+    arrays,
+    bodies,
+    bridge,
+    calls,
+    dispatch,
+    flops,
+    memory,
+    report,
+    shardings,
+)
 
 
 class Lowered:
@@ -28,6 +38,7 @@ class Lowered:
         self._params = dispatch.body_of(lowering) or {}
         self.jaxpr = self._params.get("jaxpr")
         if self.jaxpr is not None:
+            self.name = bodies.name_of(self.jaxpr, self.name)
             body = shardings.inner(self.jaxpr).jaxpr
             self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
             self.flops_are_least = flops.in_open_loops(body)
