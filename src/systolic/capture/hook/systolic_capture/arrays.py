@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ LARGE_BYTES = 1 << 16
 _class: list[Any] = []
 _on_host: dict[int, tuple[Any, str]] = {}
 _count = itertools.count()
+_host = threading.local()
 
 
 def array_class():
@@ -47,9 +49,9 @@ def _serial_on_host(array):
 
 
 def links(values):
-    """Links of a call to those before it: numbers of the arrays that it takes, and of the calls that they come from.
+    """What tells whether calls are of one step: numbers of the arrays that a call takes, and of the calls that they come from.
 
-    Keys of random numbers and counters don't: what makes one array after the other shares them.
+    Keys of random numbers and counters don't tell: what makes one array after the other shares them.
     """
     taken = [
         array for array in values if is_slice_array(array) and array.size > 1 and _is_inexact(array)
@@ -99,9 +101,32 @@ def check(values):
         array.use()
 
 
-def latest(values):
-    """Number of the latest recorded call that some values come from; -1 where they come from none."""
-    return max((value.born for value in values if is_slice_array(value)), default=-1)
+def sources(values):
+    """The latest recorded call of each kind that some values come from, whatever their dtype; none of values of the host."""
+    latest = {}
+    for value in values:
+        if is_slice_array(value):
+            join(latest, value.sources)
+    return latest
+
+
+def join(latest, more):
+    """Adds calls by kind to others, the later of each kind."""
+    for kind, number in more.items():
+        if number > latest.get(kind, -1):
+            latest[kind] = number
+
+
+def wait(array):
+    """Notes that the host waits for an array: what this thread calls from now on begins after the calls that it comes from."""
+    join(awaited(), array.sources)
+
+
+def awaited():
+    """The latest call of each kind that this thread has waited for."""
+    if not hasattr(_host, "awaited"):
+        _host.awaited = {}
+    return _host.awaited
 
 
 def register():

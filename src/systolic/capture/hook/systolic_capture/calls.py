@@ -227,6 +227,9 @@ def take(call, args, kept, loose=()):
             copy for its argument, which each call makes anew.
     """
     call.ids, call.links = arrays.serials(args), arrays.links(args)
+    after = {**arrays.sources(kept)}
+    arrays.join(after, arrays.awaited())
+    call.after = tuple(after.values())
     call.given_ids = frozenset(map(id, args))
     copied = set()
     for value in args:
@@ -332,15 +335,19 @@ def _is_ours(trace):
 
 
 def record(call):
-    """Adds a call to the sequence, and ends the program when its step is known; returns its number, None of jax's own."""
+    """Adds a call to the sequence, and ends the program when its step is known.
+
+    Returns:
+        Its number by its kind, as the source of its results; None of jax's own.
+    """
     if call.own:
         count_operation(call.name)
         return None
     with _lock:
-        number = len(_sequence)
-        if _state["ended"]:
-            return number
         known = _known.setdefault(call.key, call)
+        source = {known: len(_sequence)}
+        if _state["ended"]:
+            return source
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
@@ -353,7 +360,7 @@ def record(call):
         from systolic_capture import compiling
 
         compiling.answer(step, "stopped when its step had repeated")
-    return number
+    return source
 
 
 def collect(given_ids):
@@ -451,20 +458,11 @@ def entry(number):
 
 def order(step, kinds):
     """The calls of a step in their order: which of ``kinds``, and the calls that it waits for, as place in the step and steps back."""
-    places = {number: place for place, number in enumerate(step.numbers)}
-    keys = {_sequence[number].call.key: place for number, place in places.items()}
     index = {call.key: n for n, call in enumerate(kinds)}
-    calls = []
-    for number in step.numbers:
-        now = _sequence[number]
-        after = set()
-        for born in now.links[1]:
-            if born in places:
-                after.add((places[born], 0))
-            elif born >= 0 and _sequence[born].call.key in keys:
-                after.add((keys[_sequence[born].call.key], 1))
-        calls.append({"program": index[now.call.key], "after": sorted(after)})
-    return calls
+    return [
+        {"program": index[_sequence[number].call.key], "after": sorted(after)}
+        for number, after in zip(step.numbers, steps.waits(_sequence, step.numbers), strict=True)
+    ]
 
 
 def largest_held(step):

@@ -20,7 +20,7 @@ class Lowered:
         self.name = str(getattr(lowering, "_name", "program"))
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
-        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.links, self.after, self.held, self.taken = arrays.links([]), (), {}, frozenset()
         self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
@@ -69,10 +69,10 @@ class CapturedCompiled:
             self._call.places = self._places(flat, infos)
         self._call.take(flat)
         with memory.inside_call():
-            born = calls.record(self._call)
+            sources = calls.record(self._call)
             arrays.donate(zip(flat, self._donated(flat), strict=True), infos, self._call.places)
             outs = [
-                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
+                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, sources=sources)
                 for info, where in zip(infos, self._call.places, strict=True)
             ]
         return jax.tree.unflatten(tree, outs)
