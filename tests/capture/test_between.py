@@ -1,6 +1,7 @@
 """What lies between the calls of a step, beside their arguments and outside of them all; with the real compiler."""
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -263,7 +264,7 @@ def per_step(moves, *host: int) -> dict:
         put = total[0]
         total = [(put[0] + size, 0, 0, put[3] + bool(size)), *total[1:]]
         totals.append(tuple(total))
-    return moves.of_steps(totals).get("put", {})
+    return moves.of_steps(list(itertools.pairwise(totals))).get("put", {})
 
 
 def test_moves_of_steps_by_hand(moves) -> None:

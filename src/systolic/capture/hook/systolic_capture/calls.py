@@ -1,8 +1,10 @@
 """The calls of jitted functions on the slice, and which of them are a step."""
 
 import atexit
+import collections
 import functools
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -424,7 +426,7 @@ def _within(length):
     chosen = report.request().get("step")
     step = steps.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
-        return steps.CalledStep(range(len(_sequence) - length, len(_sequence)))
+        return _alone(chosen, _sequence[-length:])
     if step.evaluations:
         note(
             f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
@@ -536,26 +538,29 @@ def _need(call):
 
 def operations_in(step):
     """Operations outside of jit from one recorded step to the next, on average."""
-    ends = _ends(step)
-    if len(ends) < 2:
-        return 0
-    return (ends[-1].operations - ends[0].operations) / (len(ends) - 1)
+    pairs = _ends(step)
+    return sum(end.operations - start.operations for start, end in pairs) / max(1, len(pairs))
 
 
 def moved_in(step):
     """Bytes that are moved from one recorded step to the next, as :func:`moves.of_steps` has them; empty where one step alone is known."""
-    ends = _ends(step)
-    return moves.of_steps([entry.moves for entry in ends]) if len(ends) > 1 else {}
+    return moves.of_steps([(start.moves, end.moves) for start, end in _ends(step)])
 
 
 def _ends(step):
-    """The last call of each recorded step: what other calls between two of them take is a part of it."""
+    """The last call of each recorded step with that of the step before: what other calls between them take is a part of it.
+
+    Of a call alone it is what comes directly before it.
+    """
     if not step.numbers:
         return []
+    if step.alone:
+        kind = _sequence[step.numbers[-1]].call
+        return [pair for pair in itertools.pairwise(_sequence) if pair[1].call is kind]
     call = _sequence[step.numbers[-1]].call
     times = sum(_sequence[n].call is call for n in step.numbers)
     own = [entry for entry in _sequence[: step.numbers[-1] + 1] if entry.call is call]
-    return own[::-1][::times][::-1]
+    return list(itertools.pairwise(own[::-1][::times][::-1]))
 
 
 def counts():
@@ -574,8 +579,7 @@ def _best():
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
             return _within(length)
-        tallied = [pair for pair in tallied if pair[0].name == chosen]
-        return _one(max(tallied, key=_weight)[0]) if tallied else None
+        return _alone(chosen, _sequence)
     linked = length is not None and steps.is_linked(_sequence, length)
     repeats = length * steps.repeats(_sequence, length) if linked else 0
     flops = sum(entry.call.flops for entry in _sequence[-repeats:]) if repeats else 0.0
@@ -662,10 +666,29 @@ def _follows(call):
     return linked or len(set(taken)) < len(taken)
 
 
-def _one(call):
+def _one(call, **kwargs):
     """A step of one call, the last of its kind."""
     numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
-    return steps.CalledStep(numbers[-1:], call=call)
+    return steps.CalledStep(numbers[-1:], call=call, **kwargs)
+
+
+def _alone(name, entries):
+    """A step of one call of a function, with a line that says what its calls are of others; None where it has none."""
+    tallied = [pair for pair in counts().values() if pair[0].name == name]
+    if not tallied:
+        return None
+    own = [entry for entry in entries if entry.call.name == name]
+    others = collections.Counter(entry.call.name for entry in entries)
+    del others[name]
+    work = sum(entry.work for entry in entries)
+    if others and own and work:
+        most = sorted((-times, other) for other, times in others.items())[:3]
+        beside = ", ".join(f"{-times:,} of {other}" for times, other in most)
+        share = sum(entry.work for entry in own) / work
+        cautions.append(
+            f"the step is one call of {name}, as --step says: {len(own):,} beside {beside}, {100 * share:.2g} % of their FLOPs and bytes together"
+        )
+    return _one(max(tallied, key=_weight)[0], alone=True)
 
 
 def _finish(ended):

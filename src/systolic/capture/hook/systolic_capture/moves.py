@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import math
 
 from systolic_capture import bridge, memory
@@ -42,19 +41,19 @@ def count_fed(aval, where):
         _add("fed", (size, 0, 0))
 
 
-def of_steps(totals):
+def of_steps(pairs):
     """Bytes that a step moves on average, by cause.
 
     Args:
-        totals: From :func:`so_far`, at each recorded step.
+        pairs: From :func:`so_far`, at the begin and the end of each recorded step.
 
     Returns:
         For each cause of any move the bytes by :data:`KINDS` and ``times``; and in ``some`` what comes with some steps alone:
         the same for one of them, how many ``steps`` they are, ``of`` how many, and how many lie from one to the next, ``every``.
     """
     answer = {}
-    for cause, own in zip(CAUSES, zip(*totals, strict=True), strict=True):
-        parts = [tuple(map(int.__sub__, now, before)) for before, now in itertools.pairwise(own)]
+    for number, cause in enumerate(CAUSES):
+        parts = [tuple(map(int.__sub__, end[number], start[number])) for start, end in pairs]
         if any(map(any, parts)):
             answer[cause] = _mean(parts)
     return answer

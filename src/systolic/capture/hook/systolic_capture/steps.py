@@ -44,8 +44,10 @@ class RecordedCall:
 class CalledStep:
     """A step: the numbers of its calls in the sequence, and what comes with some steps alone."""
 
-    def __init__(self, numbers, periodic=(), skipped=(), times=0, call=None):
+    def __init__(self, numbers, periodic=(), skipped=(), times=0, call=None, alone=False):
         self.numbers, self.call = list(numbers), call
+        self.alone = alone
+        """Whether it is one call of a function that was chosen, whatever lies between two of them."""
         self.periodic = list(periodic)
         """Periodic calls, for each kind the number of its last, the calls at a time, and how many steps lie between two times."""
         self.skipped, self.times = skipped, times
