@@ -259,7 +259,7 @@ def moves(monkeypatch):
 
 def per_step(moves, *host: int) -> dict:
     """What is put in a step, from the bytes that each step moves to the host."""
-    totals, total = [], [moves.NONE] * len(moves.CAUSES)
+    totals, total = [], [(0, 0, 0, 0)] * len(moves.CAUSES)
     for size in (0, *host):
         put = total[0]
         total = [(put[0] + size, 0, 0, put[3] + bool(size)), *total[1:]]
@@ -287,6 +287,58 @@ def test_moves_of_steps_by_hand(moves) -> None:
     assert per_step(moves, *[0] * 18, 8, 8)["host"] == pytest.approx(3 * 8 / 20)
     # Each step another size.
     assert per_step(moves, 1, 2, 3, 4) == {"host": 2.5, "devices": 0, "slices": 0, "times": 1}
+
+
+LINKS = """
+how, devices = sys.argv[1], list(mesh.devices.flat)
+w, part = jax.device_put(np.zeros((8192, 1024)), split), np.zeros((1024, 1024), np.float32)
+step = jax.jit(lambda w, x: w + x)
+for _ in range(10):
+    parts, x = [shard.data for shard in w.addressable_shards], w
+    if how == "fed":
+        x = [jax.device_put(part, device) for device in devices]
+        x = jax.make_array_from_single_device_arrays(w.shape, split, x)
+    elif how == "next":
+        kept = [jax.device_put(*to) for to in zip(parts, devices[1:] + devices[:1])]
+    elif how == "chain":
+        for device in devices[1:]:
+            parts[0] = jax.device_put(parts[0], device)
+    elif how == "first":
+        kept = [jax.device_put(parts[0], device) for device in devices[1:]]
+    elif how == "calls":
+        for device in devices[1:]:
+            parts[0] = step(jax.device_put(parts[0], device), 1.0)
+    elif how == "get":
+        kept = jax.device_get(parts)
+    else:
+        kept = [np.asarray(part) for part in parts]
+    w = step(w, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "link", "size"),
+    [
+        ("fed", "fed", "host", 4 * MIB),
+        ("next", "put", "devices", 4 * MIB),
+        ("chain", "put", "devices", 28 * MIB),
+        ("first", "put", "devices", 28 * MIB),
+        ("calls", "put", "devices", 28 * MIB),
+        ("get", "read", "host", 4 * MIB),
+        ("one by one", "read", "host", 32 * MIB),
+    ],
+)
+def test_moves_over_links_of_their_own_run_beside_each_other(
+    how: str, cause: str, link: str, size: int, tmp_path: Path
+) -> None:
+    """By hand: 4 MiB of each of eight devices, all at once; one after the other where each waits for the one before, by its
+    values, through a call or on the host, and where all come from one device."""
+    script = tmp_path / "program.py"
+    script.write_text(HEAD + LINKS)
+    folder = tmp_path / "answer"
+    folder.mkdir()
+    captured = capture([sys.executable, str(script), how], slice("v5e-8"), folder, quick=True)
+    assert getattr(captured.answer.moves[cause], link) == size
 
 
 FED = """

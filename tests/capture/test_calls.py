@@ -284,7 +284,8 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     every, low, high = ((builtins.slice(*ends),) for ends in ((0, 8), (0, 4), (4, 8)))
 
     def of(source, target):
-        return moves._bytes(source, target, (8,), 4)
+        parts = moves._parts(source, target, (8,), 4)
+        return tuple(max((size for *_, size in own), default=0) for own in parts)
 
     assert of(Placed({a: low, b: high}), Placed({a: every, b: every})) == (0, 16, 0)
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)

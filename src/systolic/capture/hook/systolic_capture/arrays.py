@@ -102,7 +102,11 @@ def check(values):
 
 
 def sources(values):
-    """The latest recorded call of each kind that some values come from, whatever their dtype; none of values of the host."""
+    """What some values come from, whatever their dtype; nothing of values of the host.
+
+    Returns:
+        The number of the latest recorded call of each kind, and for each cause and kind of moves when the last of them ends.
+    """
     latest = {}
     for value in values:
         if is_slice_array(value):
@@ -111,7 +115,7 @@ def sources(values):
 
 
 def join(latest, more):
-    """Adds calls by kind to others, the later of each kind."""
+    """Adds what values come from to what others do, the later of each kind."""
     for kind, number in more.items():
         if number > latest.get(kind, -1):
             latest[kind] = number
@@ -122,8 +126,13 @@ def wait(array):
     join(awaited(), array.sources)
 
 
+def numbers(sources):
+    """Numbers of the calls among what values come from."""
+    return [number for kind, number in sources.items() if not isinstance(kind, tuple)]
+
+
 def awaited():
-    """The latest call of each kind that this thread has waited for."""
+    """What values come from that this thread has waited for."""
     if not hasattr(_host, "awaited"):
         _host.awaited = {}
     return _host.awaited

@@ -67,7 +67,7 @@ cautions = []
 class Call:
     """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
 
-    most = NO_ARRAYS
+    most, devices = NO_ARRAYS, None
 
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
@@ -229,20 +229,20 @@ def take(call, args, kept, loose=()):
             copy for its argument, which each call makes anew.
     """
     call.ids, call.links = arrays.serials(args), arrays.links(args)
-    after = {**arrays.sources(kept)}
-    arrays.join(after, arrays.awaited())
-    call.after = tuple(after.values())
+    call.sources = arrays.sources(kept)
+    arrays.join(call.sources, arrays.awaited())
+    call.after = arrays.numbers(call.sources)
     call.given_ids = frozenset(map(id, args))
     copied = set()
-    for value in args:
-        if not arrays.is_slice_array(value):
-            moves.count_fed(dispatch.aval_of(value), None)
-    for value, where in zip(args, loose, strict=False):
-        if where is None or not arrays.is_slice_array(value) or value._committed:
+    kept_ids = set(map(id, kept))
+    for value, where in zip(args, loose or [None] * len(args), strict=True):
+        if id(value) not in kept_ids:
             continue
-        if value.sharding.device_set != where.device_set:
+        if not arrays.is_slice_array(value):
+            moves.count_fed(dispatch.aval_of(value), where or dispatch.first_device())
+        elif where and not value._committed and value.sharding.device_set != where.device_set:
             copied.add(id(value))
-            moves.count(value, where, "spread")
+            arrays.join(call.sources, moves.count(value, where, "spread"))
     taken = [value for value in kept if arrays.is_slice_array(value) and id(value) not in copied]
     call.taken = {array.buffer.number for array in taken if array.buffer}
     call.held = {}
@@ -347,7 +347,10 @@ def record(call):
         return None
     with _lock:
         known = _known.setdefault(call.key, call)
-        source = {known: len(_sequence)}
+        source = {
+            known: len(_sequence),
+            **moves.before_call(_devices_of(known, call), call.sources),
+        }
         if _state["ended"]:
             return source
         now = time.monotonic()
@@ -363,6 +366,17 @@ def record(call):
 
         compiling.answer(step, "stopped when its step had repeated")
     return source
+
+
+def _devices_of(known, call):
+    """Devices of a kind of calls."""
+    if known.devices is None:
+        places = [where[0] if isinstance(where, tuple) else where for where in call.places or ()]
+        places += [arg.sharding for arg in call.args]
+        known.devices = frozenset().union(
+            *(where.device_set for where in places if bridge.is_sharding(where))
+        )
+    return known.devices
 
 
 def collect(given_ids):

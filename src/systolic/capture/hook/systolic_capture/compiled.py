@@ -11,7 +11,7 @@ from systolic_capture import arrays, bridge, calls, dispatch, flops, memory, rep
 class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
-    own, most = False, calls.NO_ARRAYS
+    own, most, devices = False, calls.NO_ARRAYS, None
     flops_are_least, open_loops = True, ()  # of a body that is gone
     traces = 0
 
@@ -20,7 +20,8 @@ class Lowered:
         self.name = str(getattr(lowering, "_name", "program"))
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
-        self.links, self.after, self.held, self.taken = arrays.links([]), (), {}, frozenset()
+        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.sources, self.after = {}, ()
         self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0

@@ -186,25 +186,26 @@ def put(value, where):
         kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
         place = old if kind is None else old.with_memory_kind(kind)
-        if arrays.is_slice_array(value):
-            moves.count(value, place)
-        else:
-            moves.count_fed(aval, place)
-        return stand_in(aval, place, sources=arrays.sources([value]))
+        return stand_in(aval, place, sources=_moved(value, place))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
     # Where it lies already, jax gives the array itself under another name.
     buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
-    if arrays.is_slice_array(value):
-        value.use()
-        moves.count(value, target)
-    elif bridge.on_slice(target):
-        moves.count_fed(aval, target)
-    sources = arrays.sources([value])
+    sources = _moved(value, target)
     array = stand_in(shardings.placed(aval, target), target, sources=sources, buffer=buffer)
     if counters.is_counter(aval):
         array.known = counters.of(value)
     return array
+
+
+def _moved(value, where):
+    """Counts the move of a value; returns what the value there comes from."""
+    if arrays.is_slice_array(value):
+        value.use()
+        return moves.count(value, where)
+    if bridge.on_slice(where):
+        moves.count_fed(aval_of(value), where)
+    return {}
 
 
 def _donate(value, placed, semantics, index):
@@ -265,7 +266,9 @@ def patch_array(module):
             index = next(iter(where.devices_indices_map(shape).values()))
             part = data_callback(index)
             dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
-        return array_of(shape, dtype, where)
+        array = array_of(shape, dtype, where)
+        moves.count_fed(array.aval, where)
+        return array
 
     def make_array_from_process_local_data(
         sharding, local_data, global_shape=None, *args, **kwargs
@@ -288,6 +291,7 @@ def patch_array(module):
         outs = []
         for leaf, place, shape in zip(leaves, places, shapes, strict=True):
             outs.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
+            moves.count_fed(outs[-1].aval, place)
         return tree_util.tree_unflatten(tree, outs)
 
     def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):

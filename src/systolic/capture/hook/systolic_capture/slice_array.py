@@ -20,7 +20,7 @@ class SliceArray(_Array):
     def __init__(self, aval, sharding, committed=True, sources=None, buffer=None):
         self.aval = aval
         self.sources = sources or {}
-        """The latest recorded call of each kind that it comes from."""
+        """What it comes from, as :func:`arrays.sources` has it."""
         self.buffer = memory.ArrayMemory(aval, sharding, self.born) if buffer is None else buffer
         """Its memory; False of one that stands for no array of the program."""
         self.serial = next(_serials)
@@ -29,13 +29,13 @@ class SliceArray(_Array):
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
-        self._read = [False]
-        """Whether its value is on the host; of the first device's part and of the whole at once."""
+        self._read = set()
+        """Devices whose parts are on the host, of the whole and its parts at once."""
 
     @property
     def born(self):
         """Number of the latest recorded call that it comes from; -1 of one from none."""
-        return max(self.sources.values(), default=-1)
+        return max(arrays.numbers(self.sources), default=-1)
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -101,7 +101,7 @@ class SliceArray(_Array):
         arrays.wait(self)
         if self.known is None:
             saving.read(self)
-        self._count_read()
+        moves.count_read(self, self._read, waits=True)
         known = 0 if self.known is None else self.known
         return np.full(self.physical.shape, known, self.physical.dtype)
 
@@ -186,13 +186,7 @@ class SliceArray(_Array):
 
     def copy_to_host_async(self):
         """Counts the copy."""
-        self._count_read()
-
-    def _count_read(self):
-        """Counts that its value goes to the host, where it stays."""
-        if not self._read[0]:
-            self._read[0] = True
-            moves.count_read(self)
+        moves.count_read(self, self._read, waits=False)
 
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
@@ -242,9 +236,7 @@ class _Shard:
             buffer=whole.buffer,
         )
         part.known = whole.known
-        # Each device has a link of its own: the first stands for all.
-        first = min(whole.sharding.device_set, key=lambda device: device.id)
-        part._read = whole._read if self.device is first else [True]
+        part._read = whole._read
         return part
 
 
