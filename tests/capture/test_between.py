@@ -341,6 +341,39 @@ def test_moves_over_links_of_their_own_run_beside_each_other(
     assert getattr(captured.answer.moves[cause], link) == size
 
 
+CLOSED = """
+from jax.sharding import Mesh
+
+rows, where = int(sys.argv[1]), NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P("d"))
+table = jax.device_put(jnp.zeros((rows, 8192)), where)
+
+@jax.jit
+def step(x):
+    return x + 1e-3 * jnp.tanh(x @ table) @ table.T
+
+x = jax.device_put(jnp.zeros((1024, rows)), where)
+for _ in range(10):
+    x = step(x)
+"""
+
+
+@pytest.mark.parametrize(("rows", "argument"), [(512, 0), (4096, 128 * MIB)])
+def test_an_array_that_the_step_refers_to_is_a_constant_of_its_program(
+    rows: int, argument: int, tmp_path: Path
+) -> None:
+    """By hand: a part of x on each device, and all of the table in its program as two bfloat16 constants, as it is and turned,
+    beside the part of the array itself. A constant that is too large to be compiled here is an argument, whole."""
+    made = forecast_of(CLOSED, "v5e-8", tmp_path, str(rows))
+    table = rows * 8192 * 4
+    assert made.memory is not None
+    assert made.memory.by_kind[HELD] == table // 8
+    assert made.memory.by_kind["inputs"] == 128 * rows * 4 + argument
+    assert made.memory.peak_bytes >= table + table // 8
+    text = line(made, "arrays that are not its arguments")
+    assert f"step refers to {table // MIB} MiB" in text
+    assert ("taken here as arguments" in text) == bool(argument)
+
+
 FED = """
 import pickle
 

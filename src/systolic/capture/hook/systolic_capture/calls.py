@@ -46,6 +46,8 @@ ANEW = 0.5
 """Share of a function's calls that traced it again, above which it is told."""
 LARGE = 0.9
 """Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
+LARGE_CONSTANT = 1 << 24
+"""Bytes of arrays that a function refers to, from which it is told."""
 NO_ARRAYS = (0, 0, -1, ())
 """The most bytes that a program holds beside a call, those when the largest arrays were noted, the number of the call, and these arrays."""
 
@@ -119,14 +121,26 @@ class Call:
         return _of_host(value)
 
     def _constant(self, value):
-        """An array that the function refers to: on one device it goes wherever the call does."""
-        if arrays.is_slice_array(value) and len(value.sharding.device_set) > 1:
+        """An array that the function refers to, as an argument: on one device it goes wherever the call does."""
+        if not arrays.is_slice_array(value) or len(value.sharding.device_set) == 1:
+            return _of_host(value)
+        if shardings.hoists() or not hasattr(value.sharding, "mesh"):
             return value.without_memory()
-        return _of_host(value)
+        whole = shardings.replicated(value.sharding.mesh)
+        return dispatch.stand_in(value.aval, whole, buffer=False)
 
     def _hoist(self, body):
-        """Makes arguments of arrays on the slice that the function refers to."""
-        if not any(map(arrays.is_slice_array, body.consts)):
+        """Makes arguments of arrays on the slice that the function refers to, where jax does, or their values matter too much.
+
+        By default jax writes them into the program: each device has a copy, beside the arrays themselves.
+        """
+        self.closed_over = [
+            value.without_memory() for value in body.consts if arrays.is_slice_array(value)
+        ]
+        if not self.closed_over:
+            return
+        hoists = shardings.hoists()
+        if not hoists and arrays.can_be_written(self.closed_over):
             return
         from jax._src.interpreters import partial_eval
 
@@ -135,7 +149,7 @@ class Call:
             partial_eval.convert_constvars_jaxpr(body.jaxpr)
         )
         self.args = [self._constant(const) for const in body.consts] + self.args
-        self.values = [*body.consts, *self.values]
+        self.values = [*(body.consts if hoists else [None] * count), *self.values]
         unspecified = _unspecified()
         for name, filler in (
             ("in_shardings", unspecified),
@@ -670,6 +684,25 @@ def traced_anew(step_calls):
         for call in step_calls
         if call.traces > max(2, ANEW * every[call])
     ]
+
+
+def closing_over(step_calls):
+    """A line for each function of a step that refers to large arrays of the slice."""
+    if shardings.hoists():
+        return []
+    lines = []
+    for call in step_calls:
+        values = call.closed_over
+        size = sum(value.nbytes for value in values)
+        if size < LARGE_CONSTANT:
+            continue
+        text = f"{call.name} refers to {size / 2**20:,.0f} MiB of arrays that are not its arguments: jax {report.version_of('jax')} writes them into the program as constants, whole on each device and beside the arrays themselves"
+        if not arrays.can_be_written(values):
+            text += ", which are taken here as arguments that are whole on each device"
+        if not all(value.is_fully_addressable for value in values):
+            text += "; it refuses those that lie on devices of other processes, and the program fails there"
+        lines.append(f"{text}; give them as arguments")
+    return lines
 
 
 def _follows(call):

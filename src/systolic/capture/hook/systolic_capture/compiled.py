@@ -13,7 +13,7 @@ class Lowered:
 
     own, most, devices = False, calls.NO_ARRAYS, None
     flops_are_least, open_loops = True, ()  # of a body that is gone
-    traces = 0
+    traces, closed_over = 0, ()
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering

@@ -191,7 +191,7 @@ class SliceArray(_Array):
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
         bare = type(self)(self.aval, self._sharding, self._committed, self.sources, buffer=False)
-        bare.serial = self.serial
+        bare.serial, bare.known = self.serial, self.known
         return bare
 
     def is_deleted(self):
