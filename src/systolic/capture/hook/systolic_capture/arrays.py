@@ -53,7 +53,7 @@ def _serial_on_host(array):
 
 
 def links(values):
-    """What tells whether calls are of one step: numbers of the arrays that a call takes, and of the calls that they come from.
+    """Signs of whether calls are of one step: numbers of the arrays that a call takes, and of the calls that they come from.
 
     Keys of random numbers and counters don't tell: what makes one array after the other shares them.
     """
@@ -106,7 +106,7 @@ def check(values):
 
 
 def sources(values):
-    """What some values come from, whatever their dtype; nothing of values of the host.
+    """Origins of some values, whatever their dtype; none of values of the host.
 
     Returns:
         The number of the latest recorded call of each kind, and for each cause and kind of moves when the last of them ends.
@@ -119,7 +119,7 @@ def sources(values):
 
 
 def join(latest, more):
-    """Adds what values come from to what others do, the later of each kind."""
+    """Adds origins to others, the later of each kind."""
     for kind, number in more.items():
         if number > latest.get(kind, -1):
             latest[kind] = number
@@ -136,7 +136,7 @@ def numbers(sources):
 
 
 def awaited():
-    """What values come from that this thread has waited for."""
+    """Origins of the values that this thread has waited for."""
     if not hasattr(_host, "awaited"):
         _host.awaited = {}
     return _host.awaited

@@ -232,7 +232,7 @@ def _hashable(value):
     return value
 
 
-def take(call, args, kept, loose=()):
+def take(call, args, kept, loose: Any = ()):
     """Notes what a call takes, and what the program holds beside that.
 
     Args:

@@ -17,7 +17,7 @@ EACH_WAY = ("in", "out")
 _counts = dict.fromkeys(CAUSES, 0)
 
 
-class Lane:
+class LinkQueue:
     """Moves of one cause and kind: those over different links run beside each other, one that waits for another behind it.
 
     Time is counted in bytes of a link, and stands still while nothing is moved: calls take none of it.
@@ -25,7 +25,7 @@ class Lane:
 
     def __init__(self):
         self.now = 0
-        """When the last move ends."""
+        """End of the last move."""
         self._free = 0
         self._busy = {}
 
@@ -40,7 +40,7 @@ class Lane:
         return max(ends)
 
     def call(self, devices, ready):
-        """When a call on some devices begins, which waits for their moves, as later moves of theirs wait for it."""
+        """Begin of a call on some devices, which waits for their moves, as later moves of theirs wait for it."""
         begin = max(ready, self._until(devices))
         if all(own <= devices for own, _ in self._busy):
             self._busy.clear()
@@ -58,18 +58,18 @@ class Lane:
         return max(self._free, *ends) if ends else self._free
 
 
-_lanes = {(cause, kind): Lane() for cause in CAUSES for kind in KINDS}
+_queues = {(cause, kind): LinkQueue() for cause in CAUSES for kind in KINDS}
 
 
 def so_far():
     """By cause the bytes that were moved one after the other by :data:`KINDS`, and the number of moves, since the program began."""
     return tuple(
-        (*(_lanes[cause, kind].now for kind in KINDS), count) for cause, count in _counts.items()
+        (*(_queues[cause, kind].now for kind in KINDS), count) for cause, count in _counts.items()
     )
 
 
 def before_call(devices, sources):
-    """When moves that a call waits for are over, and so its results there, by cause and kind.
+    """Ends of the moves that a call waits for, and so of the call, by cause and kind.
 
     Args:
         devices: The devices of the call.
@@ -77,8 +77,8 @@ def before_call(devices, sources):
     """
     return {
         key: begin
-        for key, lane in _lanes.items()
-        if lane.now and (begin := lane.call(devices, sources.get(key, 0)))
+        for key, queue in _queues.items()
+        if queue.now and (begin := queue.call(devices, sources.get(key, 0)))
     }
 
 
@@ -89,8 +89,8 @@ def _move(cause, parts, sources):
     arrays.join(sources, arrays.awaited())
     for kind, own in zip(KINDS, parts, strict=True):
         if own:
-            lane = _lanes[cause, kind]
-            sources[cause, kind] = lane.move(own, sources.get((cause, kind), 0))
+            queue = _queues[cause, kind]
+            sources[cause, kind] = queue.move(own, sources.get((cause, kind), 0))
     return sources
 
 

@@ -20,7 +20,7 @@ class SliceArray(_Array):
     def __init__(self, aval, sharding, committed=True, sources=None, buffer=None):
         self.aval = aval
         self.sources = sources or {}
-        """What it comes from, as :func:`arrays.sources` has it."""
+        """Origins of it, as :func:`arrays.sources` has it."""
         self.buffer = memory.ArrayMemory(aval, sharding, self.born) if buffer is None else buffer
         """Its memory; False of one that stands for no array of the program."""
         self.serial = next(_serials)

@@ -309,7 +309,7 @@ def waits(sequence, numbers):
     last = {kind: ordinals[numbers[at[-1]]] for kind, at in places.items()}
 
     def before(place, ago):
-        """What the call of a step waits for, so many steps ago."""
+        """Calls that the call of a step waited for, so many steps ago."""
         kind = sequence[numbers[place]].call
         number = own[kind][ordinals[numbers[place]] - ago * len(places[kind])]
         for source in sequence[number].after:
