@@ -232,7 +232,7 @@ def _hashable(value):
     return value
 
 
-def take(call, args, kept, loose: Any = ()):
+def take(call, args, kept, loose=()):
     """Notes what a call takes, and what the program holds beside that.
 
     Args:
@@ -249,7 +249,8 @@ def take(call, args, kept, loose: Any = ()):
     call.given_ids = frozenset(map(id, args))
     copied = set()
     kept_ids = set(map(id, kept))
-    for value, where in zip(args, loose or [None] * len(args), strict=True):
+    places: list[Any] = list(loose) or [None] * len(args)
+    for value, where in zip(args, places, strict=True):
         if id(value) not in kept_ids:
             continue
         if not arrays.is_slice_array(value):
