@@ -18,7 +18,7 @@ import pytest
 from systolic.capture import capture
 from systolic.chips import slice
 from systolic.core.errors import OptionError, RunError
-from systolic.forecasting import Forecast
+from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.incomplete import given
@@ -178,6 +178,19 @@ def test_a_named_step_after_a_small_first_call(tmp_path: Path) -> None:
     assert not any("kinds of arguments" in line for line in made.cautions)
 
 
+def test_a_named_step_that_comes_with_some_steps_alone(tmp_path: Path) -> None:
+    captured = captured_of("evaluating.py", "v5e-1", tmp_path, step="eval_step")
+    made = forecast_captured(captured, slice("v5e-1"))
+    (program,) = captured.programs
+    assert (program.name, program.calls_per_step) == ("eval_step", 1)
+    alone = forecast_text(captured.folder / program.text, slice("v5e-1"))
+    # What the steps between two of its calls read is none of it.
+    assert made.step_seconds == pytest.approx(alone.step_seconds)
+    assert made.hardware_flops == pytest.approx(2 * 2 * 2048 * 1024 * 1024, rel=0.01)
+    line = told(made, "the step is one call of eval_step, as --step says")
+    assert "2 beside 5 of average, 5 of train_step, 14 % " in line
+
+
 def test_each_process_on_its_own_devices(tmp_path: Path) -> None:
     made = forecast_of("own_part.py", "v5e-16", tmp_path)
     told(made, "each of the 4 processes runs it on its own")
@@ -312,7 +325,8 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     every, low, high = ((builtins.slice(*ends),) for ends in ((0, 8), (0, 4), (4, 8)))
 
     def of(source, target):
-        return moves._bytes(source, target, (8,), 4)
+        parts = moves._parts(source, target, (8,), 4)
+        return tuple(max((size for *_, size in own), default=0) for own in parts)
 
     assert of(Placed({a: low, b: high}), Placed({a: every, b: every})) == (0, 16, 0)
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)

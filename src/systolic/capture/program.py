@@ -138,7 +138,7 @@ class CapturedCall(msgspec.Struct, frozen=True):
     program: int
     """Its index among the programs of the step."""
     after: list[tuple[int, int]]
-    """Calls whose results it takes: the place in the step, and how many steps back."""
+    """Calls that it waits for: the place in the step, and how many steps back."""
 
 
 class OtherFunction(msgspec.Struct, frozen=True):

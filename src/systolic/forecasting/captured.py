@@ -3,7 +3,8 @@
 Calls of a step on the devices that each of them runs on: calls on different devices run at the same time.
 
 A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
-devices are free and the calls are over whose results it takes, in its own step or in the one before.
+devices are free and the calls are over whose results it takes, or that the host has waited for, in its own step or in
+those before.
 """
 
 import re
@@ -60,7 +61,7 @@ class DeviceCall:
     seconds: float
     devices: frozenset[Device]
     after: Sequence[tuple[int, int]]
-    """Calls whose results it takes: the place in the step, and how many steps back."""
+    """Calls that it waits for: the place in the step, and how many steps back."""
 
 
 @dataclass(frozen=True, kw_only=True)

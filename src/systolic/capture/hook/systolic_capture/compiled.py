@@ -21,9 +21,9 @@ from systolic_capture import (
 class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
-    own, most = False, calls.NO_ARRAYS
+    own, most, devices = False, calls.NO_ARRAYS, None
     flops_are_least, open_loops = True, ()  # of a body that is gone
-    traces = 0
+    traces, closed_over = 0, ()
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering
@@ -31,6 +31,7 @@ class Lowered:
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
         self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.sources, self.after = {}, ()
         self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
@@ -80,10 +81,10 @@ class CapturedCompiled:
             self._call.places = self._places(flat, infos)
         self._call.take(flat)
         with memory.inside_call():
-            born = calls.record(self._call)
+            sources = calls.record(self._call)
             arrays.donate(zip(flat, self._donated(flat), strict=True), infos, self._call.places)
             outs = [
-                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
+                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, sources=sources)
                 for info, where in zip(infos, self._call.places, strict=True)
             ]
         return jax.tree.unflatten(tree, outs)

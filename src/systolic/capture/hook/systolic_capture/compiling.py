@@ -73,7 +73,8 @@ def _answer(step, ended):
     for call, program in zip(distinct, programs, strict=True):
         times = sum(entry.call is call for entry in entries)
         program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
-    calls.cautions += calls.of_other_shapes(distinct) + calls.traced_anew(distinct)
+    for lines in (calls.of_other_shapes, calls.traced_anew, calls.closing_over):
+        calls.cautions += lines(distinct)
     periodic = []
     for number, count, every in step.periodic:
         entry = calls.entry(number)

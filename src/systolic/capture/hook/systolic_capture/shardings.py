@@ -236,6 +236,14 @@ def in_memory(where, aval, flowed):
     return where if has == kind else where.with_memory_kind(kind)
 
 
+def hoists():
+    """Whether jax makes arguments of arrays that a function refers to, as it does where it is told to; else they are constants."""
+    from jax._src import config
+
+    flag = getattr(config, "use_simplified_jaxpr_constants", None)
+    return flag is not None and bool(flag.value)
+
+
 def of_loose(args, params, mesh):
     """Sharding to which a call takes each argument that is committed nowhere: the declared one, or all devices of its mesh, or those of the others; None of one that stays."""
     declared = [
