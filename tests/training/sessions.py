@@ -77,7 +77,7 @@ def train(
         trainer = Trainer(
             setup=setup, run=run, watchers=watchers, diagnose=diagnose, log_every=log_every
         )
-        return trainer.train(resume)
+        return trainer.train(resume=resume)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

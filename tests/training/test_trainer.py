@@ -19,6 +19,7 @@ from systolic.runs.access import Access
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Meter, Spent
+from systolic.training.session import Audience, SessionOptions, run_session
 from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (
@@ -46,6 +47,26 @@ def test_a_recompile_says_which_argument_changed(tmp_path: Path):
         "weight was float32[16] and is float32[8]",
         "x was float32[16,8] and is float32[8,8]",
     ]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_session_resumes_where_resume_says_so(tmp_path: Path, resume: bool):
+    """Not by whether the caller has something to write before it: both may have."""
+    setup, calls = set_up(tiny.job(steps=2)), []
+    entries = {"job": {"name": "tiny"}, "recipe": "tiny", "options": {}}
+    with Run.create(tmp_path / "run", entries) as run:
+        run_session(
+            setup,
+            run,
+            SessionOptions(diagnose=0),
+            Audience(),
+            Ledger(),
+            resume=resume,
+            accept=lambda: calls.append([*run.records()]),
+        )
+    assert calls == [[]], "before anything is written"
+    again = ["no checkpoint yet: from the start"] if resume else []
+    assert events(tmp_path / "run", "resume") == again
 
 
 def test_the_best_checkpoint_is_kept_and_used(tmp_path: Path):

@@ -196,7 +196,9 @@ def continue_run(
         if not same_job or _how(after) != _how(record):
             directory.write_job(after.to_json())
 
-    return run_session(setup, directory, options, audience, ledger, loaded=loaded, accept=accept)
+    return run_session(
+        setup, directory, options, audience, ledger, loaded=loaded, resume=True, accept=accept
+    )
 
 
 def _check_executable(options: SessionOptions) -> None:

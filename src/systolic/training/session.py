@@ -290,6 +290,7 @@ def run_session(
     ledger: Ledger,
     *,
     loaded: "Loaded | None" = None,
+    resume: bool = False,
     accept: Callable[[], None] | None = None,
 ) -> TrainResult:
     """Trains in a run and writes its report.
@@ -301,7 +302,8 @@ def run_session(
         audience: Its watchers are closed.
         ledger: Where the time goes.
         loaded: The train step, compiled elsewhere.
-        accept: Of a run that resumes: called before anything is written, after all checks.
+        resume: Whether the run continues from its newest intact checkpoint; else it begins with the set-up's weights.
+        accept: Called after all checks, before anything is written, in the process that writes.
     """
     from systolic.steps.programs import compiler_cache
     from systolic.training.display.tensorboard import TensorBoard
@@ -335,7 +337,7 @@ def run_session(
     )
     try:
         with working(setup.job.name):
-            summary = trainer.train(accept is not None)
+            summary = trainer.train(resume=resume)
     finally:
         for watcher in watchers:
             watcher.close()

@@ -160,7 +160,7 @@ class Trainer:
 
     # The session
 
-    def train(self, resume: bool = False) -> dict[str, Any]:
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Trains to the job's last step, an early stop or an interruption; returns the summary.
 
         Raises:
