@@ -16,6 +16,7 @@ from systolic.compiling.steps import described
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
+from systolic.job.model import check_terms
 from systolic.runs.job_record import JobRecord
 from systolic.runs.weights import Weights
 from systolic.steps.input import evaluation_rows
@@ -114,13 +115,14 @@ class Setup:
         return state.evaluated, state.model_state, batch
 
     def check_metric(self) -> None:
-        """Checks that the task reports the metric of best checkpoints and early stopping.
+        """Checks that the task reports the metric of best checkpoints and early stopping, and the names of what it reports.
 
         Raises:
-            OptionError: it does not; names what it reports.
+            OptionError: it does not, a name is reserved, or none is the loss.
         """
         wanted = self.job.evaluation.metric
         reported = sorted(self.jitted_evaluate.eval_shape(*self.abstract_evaluation))
+        check_terms(self.job.task, reported)
         if wanted not in reported:
             raise OptionError(
                 f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"

@@ -336,6 +336,36 @@ class Mean(NamedTuple):
     """f32[]: sum of weights."""
 
 
+RESERVED_TERMS = frozenset(
+    [
+        "kind",
+        "step",
+        "time",
+        "elapsed",
+        "name",
+        "detail",
+        "prompt",
+        "text",
+        "terms",
+        "bad",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "examples_per_second",
+        "num_steps",
+        "step_seconds",
+        "forecast_step_seconds",
+        "forecast_ratio",
+        "mfu",
+        "data_wait",
+        "device_wait",
+        "memory_bytes",
+        "eta_seconds",
+    ]
+)
+"""Names in the records of training steps that no term of a task may have."""
+
+
 class Task(ABC):
     """Loss and metrics, a frozen value."""
 
@@ -343,7 +373,7 @@ class Task(ABC):
     def terms(
         self, model: Any, batch: Mapping[str, "jax.Array"], train: bool
     ) -> "Mapping[str, jax.Array | Mean]":
-        """Named values of a batch; ``loss`` is minimised, the others are reported.
+        """Named values of a batch; ``loss`` is minimised, the others are reported, under any name but :data:`RESERVED_TERMS`.
 
         A value is f32[batch], one number an example (averaged over the examples that are not
         padding), or a :class:`Mean`.
@@ -356,6 +386,24 @@ class Task(ABC):
             for name, value in self.terms(model, batch, False).items()
             if not isinstance(value, Mean)
         }
+
+
+def check_terms(task: Task, names: Collection[str]) -> None:
+    """Checks the names of a task's terms.
+
+    Raises:
+        OptionError: a name is reserved, or none is ``loss``.
+    """
+    kind = type(task).__name__
+    for name in names:
+        if name in RESERVED_TERMS:
+            raise OptionError(
+                f"the task {kind} has a term {name!r}, which records of training steps use for a figure of their own; give it another name, such as 'task_{name}'"
+            )
+    if "loss" not in names:
+        raise OptionError(
+            f"the task {kind} has no term 'loss' to minimise{nearest('loss', names)}; it has {', '.join(sorted(names))}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

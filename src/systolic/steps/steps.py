@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from systolic.job import Batch as BatchSize
 from systolic.job import GuardRule, Job, Layout, Stored
 from systolic.job.data import MASK
-from systolic.job.model import Mean
+from systolic.job.model import Mean, check_terms
 from systolic.models.adapters import A
 from systolic.steps import bf16_state, flops
 from systolic.steps.network import Arrays, ModelStructure
@@ -302,10 +302,16 @@ class StepFunctions:
     def sums(
         self, params: Arrays, model_state: Arrays, batch: Batch, train: bool
     ) -> tuple[dict[str, Mean], Arrays]:
-        """The task's terms of one batch as sums, and the module's variables after it."""
+        """The task's terms of one batch as sums, and the module's variables after it.
+
+        Raises:
+            OptionError: in training, a term has a reserved name or none is the loss.
+        """
         module = self.network.module(self.network.cast(params), model_state, train)
         with refusing_shapes(module, self.job.model, self.job.task, batch):
             terms = self.job.task.terms(module, batch, train)
+        if train:
+            check_terms(self.job.task, terms)
         mask = batch[MASK]
         sums = {name: _sum(value, mask) for name, value in terms.items()}
         return sums, self.network.variables(module)

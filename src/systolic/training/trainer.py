@@ -134,7 +134,7 @@ class Trainer:
 
     # Records
 
-    def say(self, kind: str, **values: Any) -> None:
+    def say(self, kind: str, /, **values: Any) -> None:
         """Writes a record and gives it to the watchers, in the first process only."""
         if not distributed.is_first():
             return
