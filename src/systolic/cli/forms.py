@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from systolic.job import Job
     from systolic.recipes import Recipe
     from systolic.recipes.jobs.source import JobSource
-    from systolic.runs.plan_choice import Chosen
 
 
 VerbOptions = TypeVar("VerbOptions")
@@ -51,51 +50,30 @@ PlanOptions = TypeVar("PlanOptions", bound="UnderPlan")
 class Request(Generic[VerbOptions]):
     """A recipe with its arguments, and the verb's own options."""
 
-    recipe: "Recipe"
-    options: Mapping[str, Any]
-    """Options of the recipe, by parameter."""
+    as_typed: "JobSource"
+    """The recipe with its options; paths as they were typed."""
     verb: VerbOptions
     typed: Sequence[str] = ()
-    """Options of the recipe as they were typed."""
-    chosen: "Chosen | None" = None
-    """The plan's settings of the job."""
+    """Options of the recipe as words."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of the recipe, by parameter."""
+        return self.as_typed.options
 
     @property
     def job(self) -> "Job":
         """The job these options make, with the plan's settings."""
-        from systolic.recipes.jobs.plan import under_plan
-
-        return under_plan(self.recipe(self.options), self.chosen)
+        return self.as_typed.job
 
     @property
     def source(self) -> "JobSource":
         """The recipe with these options; no path depends on the working directory."""
         from systolic.runs import paths
 
-        return replace(self.as_typed, options=paths.absolute(dict(self.options)))
-
-    @property
-    def as_typed(self) -> "JobSource":
-        """The recipe with these options, and paths as they were typed."""
-        from systolic.recipes.jobs.source import JobSource
-
-        return JobSource(
-            recipe=self.recipe,
-            options=self.options,
-            given=self.names,
-            relative=self.options,
-            chosen=self.chosen,
-        )
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Options of the recipe that were typed, without the dashes before them: ``steps``, ``layout.fsdp``."""
-        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return frozenset(map(dashed, words))
-
-    def gives(self, option: str) -> bool:
-        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
-        return dashed(option) in self.names
+        options = paths.absolute(dict(self.options))
+        # The same source has its job already.
+        return self.as_typed if options == self.options else replace(self.as_typed, options=options)
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -129,19 +107,14 @@ def request(
     return recipe_request
 
 
-Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
-"""Arguments of a recipe, or what finds them from the recipe and the verb's own options."""
-
-
 def request_for(
     recipe: "Recipe | str",
     args: Sequence[str],
     verb: str,
     options: Callable[..., VerbOptions],
-    saved: Saved,
+    saved: Mapping[str, Any],
     *,
     target: str = "",
-    others: Collection[str] = (),
 ) -> Request[VerbOptions]:
     """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
 
@@ -152,10 +125,62 @@ def request_for(
         options: The class of the verb's own options.
         saved: Values of the recipe's options that are not given.
         target: What was typed after the verb, in messages; by default the recipe.
-        others: Options of the verb's other forms, which a misspelt one may mean.
 
     Raises: as :func:`request`.
     """
+    return _read_verb(recipe, args, verb, options, target=target).read_recipe(saved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerbRead(Generic[VerbOptions]):
+    """A command line whose own options are read, and not yet its recipe's."""
+
+    recipe: "Recipe"
+    verb: VerbOptions
+    words: Sequence[str]
+    """The whole line."""
+    rest: Sequence[str]
+    """Words that are no option of the verb's."""
+    names: frozenset[str]
+    """Options of the verb, as they are typed, and of its other forms, which a misspelt one may mean."""
+    prog: str
+    """Words before the options, in messages."""
+
+    def read_recipe(self, saved: Mapping[str, Any]) -> Request[VerbOptions]:
+        """Reads the recipe's options; one that is not given has its ``saved`` value.
+
+        Raises:
+            OptionError: an option is missing, unknown or out of its range.
+        """
+        recipe, rest, prog = self.recipe, self.rest, self.prog
+        function = _with_defaults(recipe, saved)
+        names = option_names(function) | self.names
+        takes = "a run made from a Job takes steps and layout only" if recipe.of_job else ""
+        if recipe.file is None:
+            # A shipped recipe's types name all of its options: no need to parse what is misspelt.
+            refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
+        refuse_unknown(stray(rest, self.words), names, prog)
+        values, unknown = known(function, rest, prog)
+        refuse_unknown(unknown, names, prog, takes)
+        from systolic.recipes.jobs.source import JobSource
+
+        typed = (word[2:].partition("=")[0] for word in rest if word.startswith("--"))
+        source = JobSource(
+            recipe=recipe, options=values, given=frozenset(map(dashed, typed)), relative=values
+        )
+        return Request(as_typed=source, verb=self.verb, typed=tuple(rest))
+
+
+def _read_verb(
+    recipe: "Recipe | str",
+    args: Sequence[str],
+    verb: str,
+    options: Callable[..., VerbOptions],
+    *,
+    target: str = "",
+    others: Collection[str] = (),
+) -> _VerbRead[VerbOptions]:
+    """Reads the verb's own options from a command line with a recipe; prints the help of both where it is asked for."""
     from systolic import recipes
 
     prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
@@ -175,18 +200,14 @@ def request_for(
             print(f"systolic: {line}", file=sys.stderr)
     if wants_help:
         print_help(_both(imported, options), prog)
-    own = options(**verb_values)
-    defaults = saved if isinstance(saved, Mapping) else saved(imported, own)
-    function = _with_defaults(imported, defaults)
-    names = option_names(function) | option_names(options) | set(others)
-    takes = "a run made from a Job takes steps and layout only" if imported.of_job else ""
-    if imported.file is None:
-        # A shipped recipe's types name all of its options: no need to parse what is misspelt.
-        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
-    refuse_unknown(stray(rest, words), names, prog)
-    values, unknown = known(function, rest, prog)
-    refuse_unknown(unknown, names, prog, takes)
-    return Request(recipe=imported, options=values, verb=own, typed=tuple(rest))
+    return _VerbRead(
+        recipe=imported,
+        verb=options(**verb_values),
+        words=words,
+        rest=rest,
+        names=frozenset(option_names(options) | set(others)),
+        prog=prog,
+    )
 
 
 FIRST = {"sft": "--from", "image": "--path"}
@@ -229,23 +250,22 @@ def planned_request(
     from systolic.recipes.jobs.plan import kept_choice, planned_options
     from systolic.runs.plan_choice import read
 
-    chosen: Chosen | None = None
-    planned: Mapping[str, Any] = {}
-
-    def saved(recipe: "Recipe", own: PlanOptions | None) -> Mapping[str, Any]:
-        nonlocal chosen, planned
-        if own is not None and own.plan is not None:
-            chosen = read(own.plan, own.candidate)
-            planned = planned_options(recipe, chosen)
-        return planned
-
-    recipe_request = request_for(target, args, verb, options, saved, others=others)
-    if chosen is None:
-        recipe_request.job.check_effects()
-        return recipe_request
-    before, now = recipe_request.recipe(planned), recipe_request.job
-    kept = kept_choice(chosen, before, now, steps_given=recipe_request.gives("steps"), warn=warn)
-    return replace(recipe_request, chosen=kept)
+    line = _read_verb(target, args, verb, options, others=others)
+    if line.verb.plan is None:
+        unplanned = line.read_recipe({})
+        unplanned.job.check_effects()
+        return unplanned
+    chosen = read(line.verb.plan, line.verb.candidate)
+    planned = planned_options(line.recipe, chosen)
+    changed = line.read_recipe(planned)
+    kept = kept_choice(
+        chosen,
+        line.recipe(planned),
+        changed.job,
+        steps_given="steps" in changed.as_typed.given,
+        warn=warn,
+    )
+    return replace(changed, as_typed=replace(changed.as_typed, chosen=kept))
 
 
 def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
