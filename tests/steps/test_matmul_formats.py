@@ -11,15 +11,15 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import StepKind
-from systolic.compiling.steps import trace_job
+from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
-from systolic.inference.setup import computed_in
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import product
 from systolic.models.vision.cnn.config import CNN
+from systolic.setup import computed_in
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 

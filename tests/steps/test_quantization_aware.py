@@ -12,11 +12,10 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import StepKind
-from systolic.compiling.steps import trace_job
+from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
 from systolic.formats.matrices import whole
 from systolic.formats.probe import outputs_of
-from systolic.inference.setup import computed_in
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -29,9 +28,10 @@ from systolic.job import (
 )
 from systolic.models.quantized.codes import quantized
 from systolic.models.vision.cnn.config import CNN
+from systolic.setup import computed_in
 from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import generation
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 from tests.tiers import some

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Layout, Mode, Schedule, Split
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run, weights
 from systolic.runs.access import Access
+from systolic.setup import Setup, set_up
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Meter, Spent

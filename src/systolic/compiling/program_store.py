@@ -41,7 +41,7 @@ from systolic.core.errors import RunError
 from systolic.core.files import canonical, digest, others_who_write
 from systolic.core.store import Store
 from systolic.core.units import gibibytes
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 SOURCES = (
     *("compiling", "chips", "core", "data", "formats", "hlo", "job", "models", "inference"),

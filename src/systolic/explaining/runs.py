@@ -344,8 +344,8 @@ def explain_run(
 def probe(run: Run, *, trust: bool = False) -> tuple[list[ProbeRecord], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.inference.model import set_up_here
-    from systolic.inference.setup import with_start
     from systolic.recipes.jobs.run import rebuild
+    from systolic.setup import with_start
     from systolic.training.probe import examine, too_large
 
     if not any(run.checkpoints.glob("[0-9]*")):

@@ -375,7 +375,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     from systolic.forecasting.serving.capacity import Load, check_context, forecast_serving
     from systolic.forecasting.serving.forecast import LatencyLimits, latency
     from systolic.forecasting.serving.layout import ROWS, given_layout, layout_of_requests
-    from systolic.forecasting.serving.steps import with_formats
+    from systolic.forecasting.serving.server_steps import with_formats
 
     source = source_of(job, options)
     target = "" if source.recipe.of_job else source.recipe.target

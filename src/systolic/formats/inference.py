@@ -25,7 +25,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 from systolic.steps.lengths import longest_text
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.arrays import ArrayClassification, ArrayOutputs, ArrayRegression
 from systolic.steps.tasks.classification import Classification

@@ -22,7 +22,7 @@ from systolic.inference.rows import Bucket, Row
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper
 from systolic.steps.constant_folding import FoldedProgram
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.transcribe import Transcribe
 
 Arrays = dict[str, Any]

@@ -4,7 +4,7 @@ from systolic.data.device_batches import DeviceBatches, share_of
 from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare
 from systolic.job import Job, Layout, Read, Split
 from systolic.job.data import MASK, Batches
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 def training(

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from systolic.core.errors import OptionError
-from systolic.inference.setup import Setup
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.checkpoint import Restored
+from systolic.setup import Setup
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from systolic.inference import evaluation
 from systolic.inference.evaluation import HaltedError, never, num_batches, reads_all
-from systolic.inference.setup import Setup
 from systolic.job import Job, Split
-from systolic.steps.steps import StepFunctions
+from systolic.setup import Setup
+from systolic.steps.step_functions import StepFunctions
 from systolic.training.distributed.consistency import SameBatches
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 
 class Spent(enum.Enum):

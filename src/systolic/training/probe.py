@@ -20,14 +20,14 @@ from jax.sharding import PartitionSpec
 from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
-from systolic.inference.setup import Setup
 from systolic.job import Stored
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
+from systolic.setup import Setup
 from systolic.steps.input import training
 from systolic.steps.state import TrainState
-from systolic.steps.steps import Batch, StepFunctions
+from systolic.steps.step_functions import Batch, StepFunctions
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep

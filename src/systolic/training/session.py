@@ -30,12 +30,12 @@ from systolic.training.watch import Watcher
 if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
     from systolic.forecasting.profiled import Beside
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 
 def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
-    from systolic.inference.setup import Expected
+    from systolic.setup import Expected
 
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
@@ -206,7 +206,7 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
-    from systolic.inference.setup import set_up, with_start
+    from systolic.setup import set_up, with_start
     from systolic.training import distributed
 
     ledger = ledger or Ledger()
@@ -306,7 +306,6 @@ def run_session(
         accept: Called after all checks, before anything is written, in the process that writes.
     """
     from systolic.steps.programs import compiler_cache
-    from systolic.training.display.tensorboard import TensorBoard
     from systolic.training.trainer import Trainer
 
     compiler_cache(str(cache_home() / "xla"))
@@ -320,8 +319,7 @@ def run_session(
                 accept()
             directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
-    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
-    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers, *tensorboard]
+    watchers = _watchers(directory, audience)
     trainer = Trainer(
         setup=setup,
         run=directory,
@@ -344,6 +342,16 @@ def run_session(
         if writes and accepted:
             _report(directory, audience)
     return _finished(TrainResult(run=directory.path, summary=summary), directory, options, audience)
+
+
+def _watchers(directory: Run, audience: Audience) -> list[Watcher]:
+    """Receivers of a session's records."""
+    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers]
+    if directory.access is Access.write:
+        from systolic.training.display.tensorboard import TensorBoard
+
+        watchers.append(TensorBoard(directory.tensorboard))
+    return watchers
 
 
 def describe(
@@ -419,7 +427,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
     Raises:
         NotFoundError: there is no such file.
     """
-    from systolic.inference.setup import with_start
+    from systolic.setup import with_start
 
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
@@ -427,7 +435,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         job = run_files.rebuild(directory, trust_code=trust).job
         record = read_record(directory)
         flags = kept_flags(record, record.plan)
-        from systolic.inference.setup import set_up
+        from systolic.setup import set_up
         from systolic.training.replay import replay as again
 
         setup = set_up(job, flags=flags.compiler)

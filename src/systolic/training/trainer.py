@@ -17,11 +17,11 @@ from systolic.core.errors import RunError
 from systolic.data.host_shard import first_reader
 from systolic.data.input_files import FILES
 from systolic.data.text.instructions import Instructions
-from systolic.inference.setup import Setup, computed_in
 from systolic.job import GuardRule, Mode, Split
 from systolic.runs import Run
 from systolic.runs.checkpoint import Restored
 from systolic.runs.weights import plain_parameters
+from systolic.setup import Setup, computed_in
 from systolic.steps.input import training
 from systolic.training import distributed
 from systolic.training.checkpointing import Checkpointer, TrainingProgress

@@ -122,7 +122,7 @@ class TrialWorker:
         own = self.tuning.job.evaluation.metric
         if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
             return
-        from systolic.inference.setup import set_up
+        from systolic.setup import set_up
 
         setup = set_up(self.tuning.job)
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))

@@ -30,7 +30,13 @@ from systolic.forecasting.serving.forecast import (
     steady,
 )
 from systolic.forecasting.serving.layout import placed, with_heads_for
-from systolic.forecasting.serving.steps import BatchSteps, Key, ServerSteps, facts, server_steps
+from systolic.forecasting.serving.server_steps import (
+    BatchSteps,
+    Key,
+    ServerSteps,
+    facts,
+    server_steps,
+)
 from systolic.formats.outline import outlined
 from systolic.job import Job, LayerArrays, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory

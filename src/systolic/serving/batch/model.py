@@ -42,7 +42,7 @@ from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.tensors import ArrayIntake, used_inputs
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.serving.errors import ExpiredError
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 class Completions:

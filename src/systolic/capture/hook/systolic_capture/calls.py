@@ -19,7 +19,7 @@ from systolic_capture import (
     moves,
     report,
     shardings,
-    steps,
+    step_search,
 )
 
 LIKELY_CALLS = 40
@@ -345,7 +345,7 @@ def record(call):
         if not _sequence:
             report.say(stage="running until a step repeats")
         _sequence.append(
-            steps.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
+            step_search.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
         )
         if (step := _settled(now)) is not None:
             _state["ended"] = True
@@ -366,18 +366,20 @@ def collect(given_ids):
 
 def _settled(now):
     """The step once it has repeated for long enough; None before."""
-    length = steps.period(_sequence)
+    length = step_search.period(_sequence)
     if length is None:
         return None
     chosen, end = report.request().get("step"), len(_sequence)
-    if not (_has(_sequence[-length:], chosen) if chosen else steps.is_linked(_sequence, length)):
+    if not (
+        _has(_sequence[-length:], chosen) if chosen else step_search.is_linked(_sequence, length)
+    ):
         return None
-    repeats = _sequence[-min(end, steps.repeats(_sequence, length) * length) :]
+    repeats = _sequence[-min(end, step_search.repeats(_sequence, length) * length) :]
     if len(repeats) < 3:
         return None
     waited = now - repeats[0].at
     last = range(end - length, end)
-    unchanged = steps.is_unchanged(_sequence, last, [n - length for n in last])
+    unchanged = step_search.is_unchanged(_sequence, last, [n - length for n in last])
     flops = sum(entry.call.flops for entry in repeats)
     if len(repeats) >= LIKELY_CALLS:
         _likely[length, _sequence[-1].call.key] = (flops, end)
@@ -415,9 +417,9 @@ def _has(entries, name):
 def _within(length):
     """The step in a repeated sequence of that length."""
     chosen = report.request().get("step")
-    step = steps.within(_sequence, length)
+    step = step_search.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
-        return steps.CalledStep(range(len(_sequence) - length, len(_sequence)))
+        return step_search.CalledStep(range(len(_sequence) - length, len(_sequence)))
     if step.evaluations:
         note(
             f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
@@ -434,13 +436,13 @@ def entries_of(step):
     """The recorded calls of a step; one that was never called stands for itself."""
     if step.numbers:
         return [_sequence[n] for n in step.numbers]
-    return [steps.RecordedCall(step.call, 0.0, 0, step.call)]
+    return [step_search.RecordedCall(step.call, 0.0, 0, step.call)]
 
 
 def alike(call):
     """All recorded calls of a kind."""
     return [entry for entry in _sequence if entry.call is call] or [
-        steps.RecordedCall(call, 0.0, 0, call)
+        step_search.RecordedCall(call, 0.0, 0, call)
     ]
 
 
@@ -572,14 +574,14 @@ def _best():
     """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
     chosen = report.request().get("step")
     tallied = list(counts().values())
-    length = steps.period(_sequence)
+    length = step_search.period(_sequence)
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
             return _within(length)
         tallied = [pair for pair in tallied if pair[0].name == chosen]
         return _one(max(tallied, key=_weight)[0]) if tallied else None
-    linked = length is not None and steps.is_linked(_sequence, length)
-    repeats = length * steps.repeats(_sequence, length) if linked else 0
+    linked = length is not None and step_search.is_linked(_sequence, length)
+    repeats = length * step_search.repeats(_sequence, length) if linked else 0
     flops = sum(entry.call.flops for entry in _sequence[-repeats:]) if repeats else 0.0
     longest = max(_likely, key=lambda key: _likely[key], default=None)
     if longest is not None and (not linked or _likely[longest][0] > flops):
@@ -667,7 +669,7 @@ def _follows(call):
 def _one(call):
     """A step of one call, the last of its kind."""
     numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
-    return steps.CalledStep(numbers[-1:], call=call)
+    return step_search.CalledStep(numbers[-1:], call=call)
 
 
 def _finish(ended):
@@ -676,10 +678,10 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        period = steps.period(
+        period = step_search.period(
             _sequence
         )  # of a program that failed, what is not linked is its initialization
-        linked = period is not None and steps.is_linked(_sequence, period)
+        linked = period is not None and step_search.is_linked(_sequence, period)
         known = linked or report.request().get("step")
         step = _best() if known or not error else None
         names = sorted({call.name for call, _ in counts().values()})

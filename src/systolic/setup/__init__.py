@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.compiling.executable import Loaded, flags_of, load
-from systolic.compiling.steps import described
+from systolic.compiling.tracing import described
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
@@ -25,7 +25,7 @@ from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
 from systolic.steps.programs import compiled, jit_evaluate, jit_train, never
 from systolic.steps.state import TrainState
-from systolic.steps.steps import StepFunctions, wide_copy
+from systolic.steps.step_functions import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 
 COMPARED = 8

@@ -27,7 +27,7 @@ from systolic.steps.programs import (
     jit_prefill,
     jit_train,
 )
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
