@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, Needs, Range, check, check_needs
@@ -369,6 +369,9 @@ RESERVED_TERMS = frozenset(
 class Task(ABC):
     """Loss and metrics, a frozen value."""
 
+    shares: ClassVar[Collection[str]] = ("*accuracy",)
+    """Terms that are shares of 1 and shown in per cent; ``*`` in a name stands for any text."""
+
     @abstractmethod
     def terms(
         self, model: Any, batch: Mapping[str, "jax.Array"], train: bool
@@ -392,7 +395,7 @@ def check_terms(task: Task, names: Collection[str]) -> None:
     """Checks the names of a task's terms.
 
     Raises:
-        OptionError: a name is reserved, or none is ``loss``.
+        OptionError: a name is reserved, none is ``loss``, or the shares are a text.
     """
     kind = type(task).__name__
     for name in names:
@@ -400,6 +403,10 @@ def check_terms(task: Task, names: Collection[str]) -> None:
             raise OptionError(
                 f"the task {kind} has a term {name!r}, which records of training steps use for a figure of their own; give it another name, such as 'task_{name}'"
             )
+    if isinstance(task.shares, str):
+        raise OptionError(
+            f"shares of the task {kind} is {task.shares!r}; give the names of terms in a tuple: ({task.shares!r},)"
+        )
     if "loss" not in names:
         raise OptionError(
             f"the task {kind} has no term 'loss' to minimise{nearest('loss', names)}; it has {', '.join(sorted(names))}"

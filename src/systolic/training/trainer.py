@@ -226,6 +226,7 @@ class Trainer:
             workers=self.workers,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
+            shares=list(self.job.task.shares),
         )
         for note in self.job.data.notes():
             self.caution("data", note)
