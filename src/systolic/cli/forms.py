@@ -1,4 +1,4 @@
-"""Forms of a verb: the words that choose one, the target before its options, its function and the view that shows the answer."""
+"""Forms of a verb: the words that choose one, its target and options, its function, and the view that shows the answer."""
 
 import contextlib
 import enum

@@ -1,7 +1,4 @@
-"""Programs of a job, traced for present or described devices.
-
-Steps of a server of a language model, traced for described devices.
-"""
+"""Traces of a job's steps and of a server's, for present or described devices."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Explains poor learning and lost time of a run, from its records and a probe of its newest checkpoint.
-
-Time of a run besides training, from its records alone.
-"""
+"""Explanation of a run: poor learning and lost time, from its records and a probe of its newest checkpoint."""
 
 import math
 import os

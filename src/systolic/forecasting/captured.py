@@ -1,10 +1,4 @@
-"""The forecast of a captured step: each of its programs simulated, and added up.
-
-Calls of a step on the devices that each of them runs on: calls on different devices run at the same time.
-
-A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
-devices are free and the calls are over whose results it takes, in its own step or in the one before.
-"""
+"""The forecast of a captured step: each of its programs simulated, and their calls scheduled on the devices that they run on."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +97,11 @@ def calls_of(
 
 
 def schedule(calls: Sequence[DeviceCall]) -> CallSchedule:
-    """Lays out the calls of some steps; there is one call at least."""
+    """Lays out the calls of some steps; there is one call at least.
+
+    A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
+    devices are free and the calls are over whose results it takes, in its own step or in the one before.
+    """
     free: dict[Device, float] = {}
     ends: list[list[float]] = []
     begins: list[float] = []

@@ -1,7 +1,4 @@
-"""Forecasts of jobs, functions and dumps.
-
-Range of a forecast: errors that programs of its kind had against chips (``benchmarks/accuracy/intervals.py``).
-"""
+"""Forecasts of jobs, functions and dumps, with the range of errors that programs of their kind had against chips (``benchmarks/accuracy/intervals.py``)."""
 
 import enum
 import shlex

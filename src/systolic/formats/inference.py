@@ -1,6 +1,4 @@
-"""Inference of a model as pure functions of its weights and of named inputs: what every exported program computes.
-
-The functions of a job follow from its task."""
+"""Inference of a model as pure functions of its weights and of named inputs, which every exported program computes; a job's follow from its task."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

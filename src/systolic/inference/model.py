@@ -1,7 +1,4 @@
-"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices.
-
-Prompts: texts to continue and messages to answer, from words, files and standard input.
-"""
+"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices, from prompts in words, files and standard input."""
 
 import json
 import sys

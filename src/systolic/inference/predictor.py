@@ -1,7 +1,4 @@
-"""A model's program over rows: one executable for each bucket.
-
-How rows become the arguments of a program: one class for each kind of program.
-"""
+"""A model's program over rows: one executable for each bucket, and a class for each way in which rows become a program's arguments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""The job: everything that decides what is computed, as one frozen value.
-
-A job on fewer devices than it was made for: the same batch, in more passes where it needs them.
-"""
+"""The job: everything that decides what is computed, as one frozen value; and the same job on fewer devices than it was made for."""
 
 import enum
 from collections.abc import Mapping

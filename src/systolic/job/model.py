@@ -1,9 +1,4 @@
-"""The contracts of models and tasks, and what they may know about where they will run.
-
-Options of sampling.
-
-Trained part of a model: all of it, or small matrices beside frozen weights.
-"""
+"""The contracts of models and tasks, and of what they may know about where they will run; the options of sampling and of adapters."""
 
 import enum
 from abc import ABC, abstractmethod

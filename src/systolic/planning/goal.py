@@ -1,9 +1,4 @@
-"""Goal of a plan: the shortest time, the lowest cost or energy, a deadline, a budget.
-
-Limits of a search: compiles, time and workers.
-
-Objective of a plan, and the price that cost is computed with.
-"""
+"""Goal of a plan (the shortest time, the lowest cost or energy, a deadline, a budget), its price, and limits of the search: compiles, time, workers."""
 
 import enum
 import re

@@ -3,8 +3,6 @@
 A checkpoint is one folder per step, written by Orbax: one item per top-level part of the state
 (``params``, ``optimizer``, ...), so a reader takes only what it needs. Its manifest commits in the
 same rename, hence a folder without one is not a checkpoint of ours and is never restored.
-
-A save in progress.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Checkpoints of a training session: restoring, saving and rating.
-
-Progress of a run, kept in a checkpoint beside the arrays.
-"""
+"""Checkpoints of a training session (restored, saved, rated), with the run's progress beside the arrays."""
 
 import math
 from collections.abc import Callable, Mapping

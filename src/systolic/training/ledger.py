@@ -1,7 +1,4 @@
-"""Ledger of a run's time.
-
-Time and throughput of the steps between two records.
-"""
+"""Ledger of a run's time, and a meter of the steps between two records."""
 
 import enum
 import time

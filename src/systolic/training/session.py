@@ -1,7 +1,4 @@
-"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step.
-
-Forecast of the train step, shown next to the measurement, and the devices that it is for.
-"""
+"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

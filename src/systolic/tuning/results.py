@@ -1,7 +1,4 @@
-"""Results of a study: its trials as rows, and the best ones.
-
-Best values at an end of their range, with the wider range to search.
-"""
+"""Results of a study: its trials as rows, the best ones, and those at an end of their range with the wider range to search."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

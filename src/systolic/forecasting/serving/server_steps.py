@@ -1,7 +1,4 @@
-"""Programs that a server's capacity is forecast from: those of ``systolic serve``, or for other splits and formats those of batches.
-
-Least seconds and memory of a server's steps by its model's sizes, before anything is compiled.
-"""
+"""Programs that a server's capacity is forecast from: those of ``systolic serve``, or a batch's for other splits and formats; and bounds of their seconds and memory by the model's sizes, before a compile."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""HTML page of a plan: time against cost, the ranking, the mesh on the torus, rejected layouts.
-
-Drawings of a layout's mesh on the torus of its slice: the groups of each axis.
-"""
+"""HTML page of a plan: time against cost, the ranking, rejected layouts, and the groups of each mesh axis on the slice's torus."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Sources of a job: a recipe with its options or a Job, and the candidate of a plan.
-
-Compiler flags of a run: what ``--flags``, its plan and its own record say of them.
-"""
+"""Sources of a job: a recipe with its options or a Job, the candidate of a plan, and the compiler flags that the options, the plan and the run's own record give."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,9 +1,4 @@
-"""The view of a run in the terminal while it trains, always on stderr.
-
-:class:`Live` chooses: a screen that redraws itself where the terminal can, plain lines elsewhere.
-
-The screen of a training run: a panel redrawn in place, with the log of events above it.
-"""
+"""The view of a run in the terminal while it trains, on stderr: a panel redrawn in place with the log of events above it, or plain lines where the terminal can't."""
 
 import atexit
 import math
