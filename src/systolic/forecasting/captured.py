@@ -19,6 +19,7 @@ from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting import moves
+from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
     HELD,
@@ -320,12 +321,12 @@ def forecast_parts(
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
         on=on,
-        compiler={
-            **answer.versions,
-            "seconds": round(sum(sum(part.program.seconds.values()) for part in parts), 3),
-            "cached": False,
-            "flags": answer.flags.split(),
-        },
+        compiler=ForecastCompile(
+            versions=answer.versions,
+            seconds=round(sum(sum(part.program.seconds.values()) for part in parts), 3),
+            cached=False,
+            flags=answer.flags.split(),
+        ),
         memory_origin=Origin.compiled if largest.is_compiled_memory else Origin.simulated,
     )
     forecast = replace(

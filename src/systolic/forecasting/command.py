@@ -27,6 +27,7 @@ from systolic.core.files import write_atomically
 from systolic.core.option_words import option_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.reporter import reporter, working
+from systolic.forecasting.cost import ForecastCommand
 from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache, ServedWeights
 from systolic.recipes.jobs.source import JobSource, source_of, with_options
 from systolic.sim.calibration import Calibration
@@ -318,7 +319,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
             )
             progress.stage("simulating")
             result = forecast_captured(captured, place, known)
-    return _compared(replace(result, request={"command": list(command)}), before)
+    return _compared(replace(result, request=ForecastCommand(command=list(command))), before)
 
 
 @command_of
@@ -411,7 +412,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
             watch=reporter().stage,
         )
     notes = [chosen.idle, *result.notes] if chosen.idle else result.notes
-    request = {"target": target, "quick": quick} if target else {}
+    request = ForecastCommand(target=target, quick=quick) if target else ForecastCommand()
     return replace(result, notes=notes, request=request)
 
 
@@ -437,13 +438,13 @@ class StepSettings:
         if result.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
             remedy = shlex.join(["systolic", "explain", source.recipe.target, *words])
             result = replace(result, rejected=replace(result.rejected, remedies=[remedy]))
-        request = {
-            "target": source.recipe.target,
-            "arguments": words,
-            "options": recipes.plain(source.options),
-            "step": self.step.value,
-            "quick": self.quick,
-        }
+        request = ForecastCommand(
+            target=source.recipe.target,
+            arguments=words,
+            options=recipes.plain(source.options),
+            step=self.step.value,
+            quick=self.quick,
+        )
         return replace(result, request=request)
 
     def words(self, on: Slice) -> list[str]:

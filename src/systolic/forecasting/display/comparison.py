@@ -33,9 +33,9 @@ def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:
     )
 
 
-def depths(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def depths(before: Mapping[str, Any], quick_after: bool | None) -> str:
     """A line where one of two forecasts is of a schedule and the other of a full compile; empty where both are alike or unknown."""
-    quick = [record.get("quick") for record in (before, after)]
+    quick = [before.get("quick"), quick_after]
     if None in quick or quick[0] == quick[1]:
         return ""
     words = ["--quick, with op times estimated", "of a full compile"]

@@ -131,7 +131,7 @@ def _print_changes(result: "Forecast") -> None:
     print("\n" + "\n".join(comparison.lines(against.figures, against.name, now)))
     if against.ops:
         print("\n".join(op_table.lines(against.ops, against.step_seconds)))
-    if text := comparison.depths(against.before, result.request):
+    if text := comparison.depths(against.before, result.request.quick):
         print(text)
 
 

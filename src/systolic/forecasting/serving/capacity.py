@@ -19,7 +19,7 @@ from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told_of_step, told_of_steps
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
@@ -467,11 +467,14 @@ class _Server:
             limits=self.limits,
             bill=bill_of(self.on),
             calibration=first.calibration,
-            compiler={
-                key: first.compiler[key]
-                for key in ("jax", "libtpu", "flags")
-                if key in first.compiler
-            },
+            compiler=ForecastCompile(
+                versions={
+                    name: first.compiler.versions[name]
+                    for name in ("jax", "libtpu")
+                    if name in first.compiler.versions
+                },
+                flags=first.compiler.flags,
+            ),
             notes=notes,
         )
 

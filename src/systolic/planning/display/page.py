@@ -442,7 +442,7 @@ def _torus(best: Trial, root: Path) -> Torus | None:
 
 def places(trial: Trial, root: Path) -> Sequence[Sequence[int]]:
     """Place of each device of the mesh in the compile; empty where the store has none."""
-    program = (trial.forecast.compiler if trial.forecast is not None else {}).get("program")
+    program = None if trial.forecast is None else trial.forecast.compiler.program
     if not program:
         return []
     folder = Store("programs", root).path(program)
