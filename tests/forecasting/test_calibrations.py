@@ -117,9 +117,13 @@ def test_a_write_that_fails_leaves_the_earlier_one(monkeypatch: pytest.MonkeyPat
     [
         ({"version": 3}, "is of version 3 and this Systolic reads 1 and 2"),
         ({"format": "other"}, "is no calibration"),
-        ({"kinds": {"matmuls": {}}}, "damaged"),
-        ({"kinds": {"matmul": {"factor": 1.0}}}, "damaged"),
-        ({"sources": None}, "damaged"),
+        ({"kinds": {"matmuls": {}}}, "damaged .*Invalid enum value 'matmuls'"),
+        ({"kinds": {"matmul": {"factor": 1.0}}}, "damaged .*missing required field `p10`"),
+        (
+            {"kinds": {"matmul": {"p10": 1, "p90": 1, "ops": 1, "shapes": 1, "seconds": 1}}},
+            "damaged .matmul has no factor",
+        ),
+        ({"sources": None}, r"damaged .*Expected `array`, got `null` - at `\$.sources`"),
     ],
 )
 def test_a_damaged_file_is_one_line(change: dict[str, object], said: str) -> None:

@@ -318,7 +318,7 @@ def start():
         real(kind, error, trace)
 
     sys.excepthook = hook
-    limit = report.request().get("limit_seconds", 1200)
+    limit = report.request().limit_seconds
     timer = threading.Timer(limit, _at_limit, (limit,))
     timer.daemon = True
     timer.start()
@@ -369,7 +369,7 @@ def _settled(now):
     length = step_search.period(_sequence)
     if length is None:
         return None
-    chosen, end = report.request().get("step"), len(_sequence)
+    chosen, end = report.request().step, len(_sequence)
     if not (
         _has(_sequence[-length:], chosen) if chosen else step_search.is_linked(_sequence, length)
     ):
@@ -416,7 +416,7 @@ def _has(entries, name):
 
 def _within(length):
     """The step in a repeated sequence of that length."""
-    chosen = report.request().get("step")
+    chosen = report.request().step
     step = step_search.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
         return step_search.CalledStep(range(len(_sequence) - length, len(_sequence)))
@@ -572,7 +572,7 @@ def counts():
 
 def _best():
     """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
-    chosen = report.request().get("step")
+    chosen = report.request().step
     tallied = list(counts().values())
     length = step_search.period(_sequence)
     if chosen:
@@ -682,7 +682,7 @@ def _finish(ended):
             _sequence
         )  # of a program that failed, what is not linked is its initialization
         linked = period is not None and step_search.is_linked(_sequence, period)
-        known = linked or report.request().get("step")
+        known = linked or report.request().step
         step = _best() if known or not error else None
         names = sorted({call.name for call, _ in counts().values()})
         if error and not step:
@@ -695,7 +695,7 @@ def _finish(ended):
             )
     from systolic_capture import compiling
 
-    chosen = report.request().get("step")
+    chosen = report.request().step
     if not step and chosen and names:
         report.refuse(f"the program calls no jitted function {chosen}; it calls {', '.join(names)}")
     if not step:
