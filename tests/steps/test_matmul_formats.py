@@ -99,7 +99,7 @@ def test_a_forecast_says_where_a_chip_has_no_hardware_for_the_operands() -> None
     )
     assert notes(Precision.int8, "v5e-1") == notes(Precision.fp8, "v6e-1") == []
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
-        replace(tiny.job(), model=CNN(), precision=Precision.fp8).settle(slice("v5e-1"))
+        replace(tiny.job(), model=CNN(), precision=Precision.fp8).for_slice(slice("v5e-1"))
 
 
 def test_a_field_without_effect_is_refused() -> None:

@@ -106,10 +106,10 @@ def test_which_precision_rounds_to_what() -> None:
 def test_what_can_not_be_rounded_is_refused() -> None:
     on = slice("v5e-1")
     with pytest.raises(OptionError, match="precision is qat-int8, and Perceptron has no matrices"):
-        replace(JOB, model=Perceptron(), precision=Precision.qat_int8).settle(on)
+        replace(JOB, model=Perceptron(), precision=Precision.qat_int8).for_slice(on)
     low_rank = Adapter(kind=AdapterKind.lora)
     with pytest.raises(OptionError, match="precision is qat-int4, and beside an adapter"):
-        replace(JOB, adapter=low_rank, precision=Precision.qat_int4).settle(on)
+        replace(JOB, adapter=low_rank, precision=Precision.qat_int4).for_slice(on)
 
 
 def test_a_step_for_a_slice_and_convolutions() -> None:

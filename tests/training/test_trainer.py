@@ -153,7 +153,7 @@ def test_every_second_of_a_ledger_is_somewhere():
     now = [100.0]
     ledger = Ledger(lambda: now[0])
     now[0] = 103
-    ledger.settle(Spent.start)
+    ledger.claim_rest(Spent.start)
     with ledger.spend(Spent.step):
         now[0] = 105
         with ledger.spend(Spent.eval):
@@ -338,11 +338,11 @@ def test_fewer_devices_evaluate_the_same_examples(batches: int):
             seen.extend(np.asarray(batch["x"])[np.asarray(batch["mask"]) > 0])
             return {"loss": Mean(0.0, 1.0)}
 
-    def examples(passes: int, meant: Layout | None) -> np.ndarray:
+    def examples(passes: int, intended: Layout | None) -> np.ndarray:
         job = tiny.job(batch=48, layout=Layout(accumulate=passes), evaluation=rule)
         program: Any = Program()
         evaluator = Evaluator(
-            setup=replace(set_up(job), meant=meant),
+            setup=replace(set_up(job), intended_layout=intended),
             program=program,
             ledger=Ledger(),
             say=lambda *_, **__: None,

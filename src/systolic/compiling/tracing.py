@@ -30,7 +30,7 @@ from systolic.steps.target import MeshTarget
 
 def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
-    job = job.settle(on)
+    job = job.for_slice(on)
     target = MeshTarget.of(job, on.platform, devices)
     if target.matmul_format is not None and target.matmul_format not in on.chip.native:
         target.note(
@@ -122,7 +122,7 @@ def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> An
 
 def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of a server on a mesh of ``devices``."""
-    job = program.job.settle(on)
+    job = program.job.for_slice(on)
     target = MeshTarget.of(job, on.platform, devices)
     decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.served)
     sizes = (program.rows, program.tokens, program.context)

@@ -60,7 +60,7 @@ class ForecastCompile:
     """Compile behind a forecast; what is not known is None."""
 
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """Of ``jax``, ``libtpu`` and others."""
+    """Versions of ``jax``, ``libtpu`` and others, by name."""
     seconds: float | None = None
     """Time until the answer, from the store too."""
     stages: Mapping[str, float] | None = None
@@ -98,6 +98,6 @@ class ForecastCommand:
     """Words that start a program."""
 
     def to_json(self) -> dict[str, Any]:
-        """What it has."""
+        """Values that are known, by name."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in values.items() if value is not None}

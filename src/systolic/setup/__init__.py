@@ -78,7 +78,7 @@ class Setup:
     """Forecast of the train step on these devices."""
     initial: Weights | None = None
     """Initial weights, in place of random ones."""
-    meant: Layout | None = None
+    intended_layout: Layout | None = None
     """Layout on all devices that the job is meant for; None where they are here."""
 
     @property

@@ -31,7 +31,7 @@ from systolic.steps.target import MeshTarget
 
 Batch = Mapping[str, jax.Array]
 
-SETTLE = 20
+GUARD_WARMUP = 20
 """Good steps before the guard judges a loss."""
 
 NOISE = 15.0
@@ -401,7 +401,7 @@ class StepFunctions:
         if guard.jump:
             # Near zero normal losses are many times the mean, so a jump must also exceed the noise.
             normal = jnp.maximum(math.log(guard.jump), NOISE * guard_state.spread)
-            bad |= (guard_state.seen >= SETTLE) & (guard_state.mean > 0) & (away > normal)
+            bad |= (guard_state.seen >= GUARD_WARMUP) & (guard_state.mean > 0) & (away > normal)
         if guard.rule is GuardRule.stop:
             bad |= guard_state.frozen
         decay = jnp.minimum(0.98, guard_state.seen / (guard_state.seen + 1.0))

@@ -25,8 +25,8 @@ class TrainingProgress:
     """The best evaluation so far, negated where larger is better."""
     stale: int = 0
     """Evaluations since the best one."""
-    owed: bool = False
-    """Whether a signal ended this step's evaluation early."""
+    evaluation_pending: bool = False
+    """Whether a signal ended this step's evaluation early; in files ``owed``."""
     bad_steps: int = 0
     in_a_row: int = 0
     """Bad steps since the last good one."""
@@ -39,12 +39,15 @@ class TrainingProgress:
 
     def to_json(self) -> dict[str, Any]:
         """Progress as plain values."""
-        return asdict(self)
+        plain = asdict(self)
+        plain["owed"] = plain.pop("evaluation_pending")
+        return plain
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "TrainingProgress":
         """Inverse of :meth:`to_json`."""
-        return cls(**plain)
+        fields = {**plain}
+        return cls(evaluation_pending=fields.pop("owed", False), **fields)
 
     def take(self, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a good step.

@@ -66,7 +66,7 @@ class Ledger:
         self._spent[kind] += seconds
         self.claimed += seconds
 
-    def settle(self, kind: Spent) -> None:
+    def claim_rest(self, kind: Spent) -> None:
         """Claims all time unclaimed so far; only outside of :meth:`spend`."""
         self.add(kind, max(0.0, self.clock() - self.started - self.claimed))
 

@@ -89,7 +89,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         kind="virtual cpu",
         peak_bf16_flops_per_second=None,
     )
-    job = job.settle(on)
+    job = job.for_slice(on)
     job.schedule.check_steps(job.steps)
     shape = " x ".join(f"{name} {size}" for name, size in job.layout.mesh_shape.items() if size > 1)
     crossing = f", {job.layout.slices.value} across {on.num_slices} slices"

@@ -179,8 +179,8 @@ def continue_run(
 
     fewer = fewer_devices(job, options, audience)
     setup = set_up(fewer.job if fewer else job, flags=flags.compiler)
-    meant = fewer.meant.layout if fewer else None
-    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    intended = fewer.intended.layout if fewer else None
+    setup = replace(setup, expected=expected(source.chosen), intended_layout=intended)
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
     kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}

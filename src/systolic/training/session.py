@@ -216,8 +216,8 @@ def start(
     flags = new_flags(options.flags or "", source.chosen)
     fewer = fewer_devices(source.job, options, audience)
     setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
-    meant = None if fewer is None else fewer.meant.layout
-    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    intended = None if fewer is None else fewer.intended.layout
+    setup = replace(setup, expected=expected(source.chosen), intended_layout=intended)
     check_setup(setup, audience)
     setup, begun_with = with_initial(setup, init_from, audience)
     if begun_with is not None and setup.job.adapter:
@@ -228,7 +228,7 @@ def start(
     if begun_with is None:
         setup, origin = with_start(setup)
     record = replace(
-        describe(source, setup.job if fewer is None else fewer.meant, flags, options),
+        describe(source, setup.job if fewer is None else fewer.intended, flags, options),
         init_from=begun_with,
         start=origin,
         data=contents_of(setup.job.data),

@@ -123,11 +123,14 @@ def _slice_rows(
 ) -> list[Sequence[str]]:
     servers = [side for side in sides if isinstance(side, ServerForecast)]
     if len(servers) < len(sides):
-        steps = [side if isinstance(side, EvalForecast) else None for side in sides]
-        return [
-            (f"step on {name}", *(_shown(s and s.step_seconds, duration) for s in steps)),
-            (f"memory on {name}", *(_bytes(s and s.peak_bytes) for s in steps)),
+        cells = [
+            (_shown(side.step_seconds, duration), _bytes(side.peak_bytes))
+            if isinstance(side, EvalForecast)
+            else (NONE, NONE)
+            for side in sides
         ]
+        seconds, peaks = zip(*cells, strict=True)
+        return [(f"step on {name}", *seconds), (f"memory on {name}", *peaks)]
     rows: list[Sequence[str]] = []
     for title, shown in SERVER:
         cells = [shown(side.points[0]) if side.points else "does not fit" for side in servers]

@@ -276,7 +276,7 @@ class BatchSteps:
     @property
     def replicas(self) -> int:
         """See :class:`ServerSteps`."""
-        layout = self.job.settle(self.on).layout
+        layout = self.job.for_slice(self.on).layout
         shared = self.served.expert_axis is ExpertAxis.heads
         return layout.batch_ways // (layout.expert if shared else 1)
 

@@ -27,7 +27,7 @@ class LentCompiler:
 
 
 class ParentRequest:
-    """What the parent asks for."""
+    """Request of the parent, from request.json."""
 
     def __init__(
         self,
