@@ -88,7 +88,7 @@ def test_bert_agrees_with_transformers(name: str, fields: dict[str, Any], tmp_pa
 
 def known_file(theirs: Any, folder: Path) -> tuple[Any, Any]:
     config, tensors = saved(theirs, folder)
-    return family(config, "the model").for_slice(config, tensors)
+    return family(config, "the model").canonical(config, tensors)
 
 
 def test_an_exported_encoder_opens_in_transformers(tmp_path: Path) -> None:
