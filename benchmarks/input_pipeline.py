@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from systolic import recipes
-from systolic.inference.setup import Setup, jit_train, set_up
 from systolic.job import Job, Read, Split
+from systolic.setup import Setup, jit_train, set_up
 from systolic.steps.input import training
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from systolic import recipes
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints
 from systolic.runs import Run
+from systolic.setup import Setup, set_up
 from systolic.steps.input import training
 from systolic.steps.programs import jit_train
 from systolic.training.display.live import Live

@@ -49,7 +49,7 @@ def error(found: Any, exact: np.ndarray) -> tuple[float, float]:
 
 def opened(known: Family, config: dict[str, Any], tensors: dict[str, Held], dtype: str) -> Any:
     """Our module of a file's tensors in a dtype."""
-    config, tensors = known.settle(config, tensors)
+    config, tensors = known.canonical(config, tensors)
     module, arrays = converted(known, config, tensors)
     if dtype == "float32":
         return module, arrays
@@ -68,7 +68,7 @@ def measured(name: str, case: Case, seed: int, folder: Path) -> list[Error]:
     module, arrays = opened(known, config, tensors, "float32")
     found = [Error(name=name, direction="in", dtype="float32", **both(case.ours(module), exact))]
 
-    settled, _ = known.settle(config, tensors)
+    settled, _ = known.canonical(config, tensors)
     written = known.config(known.model(settled))
     out = folder / "ours"
     out.mkdir()

@@ -23,7 +23,7 @@ from systolic.job import Guard, GuardRule, Job, Optimizer, Read, Schedule, Split
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Mup
 from systolic.recipes.lm import lm
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 WIDTHS = (64, 128, 256, 512)

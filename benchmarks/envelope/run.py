@@ -57,7 +57,7 @@ def forecast(case: Case, compiler: Compiler) -> dict[str, Any]:
         "memory_bytes": made.need_bytes,
         **(seen(made.timeline) if made.timeline is not None else {"step_seconds": None}),
         "hardware_flops": made.hardware_flops,
-        "program": made.compiler.get("program"),
+        "program": made.compiler.program,
         "floor": asdict(floor_of(case)),
         "seconds": round(time.perf_counter() - begin, 1),
     }

@@ -5,7 +5,7 @@
 
 Compiles for a TPU topology without a TPU, a minute or two for each size; DEVICES split the vocabulary, and the logits are gathered
 first. ``peak`` is the peak beside the arguments, ``temporaries`` what the program's analysis calls so with its outputs. A CPU's peak
-has no temporaries in it. The constants CHOICE_LOGITS and GATHER_LOGITS of systolic/forecasting/serving/steps.py are from here.
+has no temporaries in it. The constants CHOICE_LOGITS and GATHER_LOGITS of systolic/forecasting/serving/server_steps.py are from here.
 """
 
 import os

@@ -60,7 +60,7 @@ def model():
     from systolic.job import Batch, Job, Layout, Precision
     from systolic.models.decoder.config import Decoder
     from systolic.steps.paged import PagedSteps
-    from systolic.steps.steps import StepFunctions
+    from systolic.steps.step_functions import StepFunctions
     from systolic.steps.target import MeshTarget
     from systolic.steps.tasks.language import LanguageModel
 

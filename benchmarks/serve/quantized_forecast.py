@@ -18,7 +18,7 @@ from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.serving.capacity import floor_seconds
 from systolic.forecasting.serving.forecast import Load
 from systolic.forecasting.serving.layout import engine_layout
-from systolic.forecasting.serving.steps import server_steps, with_formats
+from systolic.forecasting.serving.server_steps import server_steps, with_formats
 from systolic.job import Job, ServedWeights
 from systolic.recipes.jobs.source import source_of
 

@@ -122,8 +122,8 @@ def prepare(kind: str, made: Any, folder: Path) -> None:
     """Writes what the contenders share: Systolic's order of the data and its first weights."""
     import recipes
 
-    from systolic.inference.setup import first_state, set_up
     from systolic.job import Read, Split
+    from systolic.setup import first_state, set_up
 
     job = getattr(recipes, kind)(**asdict(made))
     setup = set_up(job)

@@ -189,7 +189,7 @@ class Recorder:
     """A sequence of calls, each of which takes what named ones made last."""
 
     def __init__(self) -> None:
-        self.steps = hook("steps")
+        self.steps = hook("step_search")
         self.sequence, self.last, self.kinds = [], {}, {}
 
     def call(

@@ -1,15 +1,17 @@
 """A command that is printed gives the values that it was made from."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from systolic import recipes
 from systolic.cli.forms import request
-from systolic.cli.main import VERBS
+from systolic.cli.main import VERBS, main
 from systolic.core.option_words import option_words
 from systolic.job import Layout
+from systolic.recipes.jobs.source import source_of
 
 LM = recipes.find("lm")
 FORECAST = VERBS["forecast"].forms[0].options.read
@@ -50,7 +52,7 @@ def test_a_default_that_was_typed_stays() -> None:
     """A run that continues may have another value than the default."""
     words = ["--steps", "1000", "--seed", "3", "--model.no-tie-embeddings", "--precision=auto"]
     given = request("lm", [*words, "--on", "v5e-4"], "forecast", FORECAST)
-    made = option_words(LM.function, given.options, typed=given.names)
+    made = option_words(LM.function, given.options, typed=given.as_typed.given)
     assert shlex.join(made) == shlex.join(
         ["--model.no-tie-embeddings", "--steps", "1000", "--precision", "auto", "--seed", "3"]
     )
@@ -92,3 +94,33 @@ def test_a_verbs_own_options() -> None:
         "--html",
         "a b.html",
     ]
+
+
+COUNTED = '''
+from pathlib import Path
+from systolic.job import Job
+from systolic.recipes.digits import digits
+
+def job(count: Path, steps: int = 2) -> Job:
+    """Notes each time that it is read."""
+    with count.open("a") as file:
+        file.write("read ")
+    return digits(steps=steps)
+'''
+
+
+@pytest.mark.parametrize("place", ["{}", "../{0.parent.name}/{0.name}"])
+def test_a_recipe_is_read_once(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more where a path is relative: a mistake names it as it was typed, and the run keeps it whole."""
+    (tmp_path / "counted.py").write_text(COUNTED)
+    monkeypatch.chdir(tmp_path)
+    count = place.format(tmp_path / "count")
+    words = ["--count", count, "--run", "run", "--diagnose", "0", "--quiet"]
+    assert main(["train", "counted.py:job", *words]) == 0
+    assert (tmp_path / "count").read_text().split() == ["read"] * (1 + count.startswith(".."))
+
+
+def test_a_source_has_one_job() -> None:
+    source = source_of("digits", {"steps": 4})
+    assert source.job is source.job
+    assert replace(source, options={**source.options, "steps": 5}).job.steps == 5

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from systolic import recipes
+from systolic.cli.forms import _chosen
 from systolic.cli.main import VERBS, guarded, main
 from systolic.inference.display.view import values_line
 
@@ -203,3 +204,37 @@ def test_an_output_that_another_name_has_is_printed_once() -> None:
     answer = {"output": [1.0, 2.0], "label": "a", "scores": [1.0, 2.0], "one": 1.0, "two": 1.0}
     shown = "output [1.0, 2.0]  label a  scores as output  one 1.0000  two 1.0000"
     assert values_line(answer) == shown
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "function"),
+    [
+        ("train", ["lm"], "train"),
+        ("train", ["--resume=run"], "resume"),
+        ("train", ["lm", "--rehearse", "v5e-4"], "rehearse"),
+        ("train", ["lm", "--resume", "run"], "train"),
+        ("forecast", ["lm", "--serve"], "forecast_server"),
+        ("forecast", ["--on", "v5e-4", "--", "python", "x.py"], "forecast_command"),
+        ("forecast", ["step.hlo"], "forecast_dump"),
+        ("forecast", ["--on", "v5e-4"], "forecast"),
+        ("explain", ["lm"], "explain_step"),
+        ("explain", ["run"], "explain_run"),
+        ("explain", ["run", "--", "python", "x.py"], "explain_program"),
+        ("explain", ["step.hlo"], "explain_dump"),
+        ("data", ["inspect", "folder"], "inspect"),
+        ("data", ["inspect", "lm"], "inspect_recipe"),
+        ("data", ["inspect", "--help"], "inspect"),
+        ("plan", ["serve", "model"], "plan_serving"),
+        ("recipes", ["lm"], "describe_recipe"),
+        ("recipes", ["--json"], "list_recipes"),
+    ],
+)
+def test_words_choose_a_form(
+    verb: str, words: list[str], function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("step.hlo").write_text("HloModule step, is_scheduled=true\n")
+    Path("run").mkdir()
+    Path("run/job.json").write_text("{}")
+    Path("folder").mkdir()
+    assert _chosen(VERBS[verb].forms, words).function.endswith(f":{function}")

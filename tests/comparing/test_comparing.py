@@ -106,7 +106,7 @@ def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
     assert set(made.a.speeds.seconds) == {"call"}
     assert made.timed == {"rows": 4, "repeats": 1}
     for side in (made.a, made.b):
-        assert side.speeds.forecasts["cpu"]["step_seconds"] > 0
+        assert side.speeds.forecasts["cpu"].step_seconds > 0
     shown = "\n".join(lines(made))
     assert "CNN, f32 here" in shown
     assert "step on cpu" in shown
@@ -121,9 +121,9 @@ def test_a_server_is_forecast_for_language_models(language: tuple[Path, Path]) -
     for side in (made.a, made.b):
         assert list(side.speeds.forecasts) == ["cpu", "v5e-1"]
         forecast = side.speeds.forecasts["cpu"]
-        (point,) = forecast["points"]
-        assert point["concurrency"] == 1
-        assert forecast["weights_bytes"] == side.bytes
+        (point,) = forecast.points
+        assert point.concurrency == 1
+        assert forecast.weights_bytes == side.bytes
     shown = "\n".join(lines(made))
     assert "new tokens/s on cpu" in shown
     assert "per token on v5e-1" in shown

@@ -32,7 +32,6 @@ from systolic.explaining.learning import (
 from systolic.explaining.runs import checkpoints, evaluation, speed
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.step import Cause
-from systolic.inference.setup import first_state, set_up
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of
 from systolic.runs import Run
@@ -40,6 +39,7 @@ from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord
 from systolic.runs.metrics import EvalRecord, EventRecord, ProbeRecord, TrainRecord
 from systolic.runs.record import RunRecord, load_run
+from systolic.setup import first_state, set_up
 from systolic.steps.input import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe

@@ -17,13 +17,13 @@ from systolic.explaining.profiles import figures, unjudged
 from systolic.explaining.sources import step_of_profile
 from systolic.explaining.step import Cause
 from systolic.forecasting.display.xprof import STEPS, write_xprof
-from systolic.inference.setup import set_up
 from systolic.job import Evaluation
 from systolic.profile import open_profile
 from systolic.profile.profile import timeline
 from systolic.profile.trace import Backend, union
 from systolic.profile.xplane import load, load_all
 from systolic.runs import Run
+from systolic.setup import set_up
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
 from systolic.training.trainer import Trainer

@@ -25,6 +25,7 @@ from systolic.forecasting.calibrations import (
     path_of,
     save,
 )
+from systolic.forecasting.cost import ForecastCommand, ForecastCompile
 from systolic.forecasting.memory import memory_map
 from systolic.forecasting.run import assemble, detail_of, interval_of
 from systolic.hlo import parse
@@ -116,9 +117,13 @@ def test_a_write_that_fails_leaves_the_earlier_one(monkeypatch: pytest.MonkeyPat
     [
         ({"version": 3}, "is of version 3 and this Systolic reads 1 and 2"),
         ({"format": "other"}, "is no calibration"),
-        ({"kinds": {"matmuls": {}}}, "damaged"),
-        ({"kinds": {"matmul": {"factor": 1.0}}}, "damaged"),
-        ({"sources": None}, "damaged"),
+        ({"kinds": {"matmuls": {}}}, "damaged .*Invalid enum value 'matmuls'"),
+        ({"kinds": {"matmul": {"factor": 1.0}}}, "damaged .*missing required field `p10`"),
+        (
+            {"kinds": {"matmul": {"p10": 1, "p90": 1, "ops": 1, "shapes": 1, "seconds": 1}}},
+            "damaged .matmul has no factor",
+        ),
+        ({"sources": None}, r"damaged .*Expected `array`, got `null` - at `\$.sources`"),
     ],
 )
 def test_a_damaged_file_is_one_line(change: dict[str, object], said: str) -> None:
@@ -349,7 +354,7 @@ def forecast_of(timeline: Timeline, name: str = LM) -> systolic.Forecast:
         facts=facts,
         name=name,
         on=slice("v5e-4"),
-        compiler={},
+        compiler=ForecastCompile(),
     )
 
 
@@ -453,3 +458,16 @@ def test_another_evaluator_has_times_of_its_own() -> None:
             calibration=calibration(matmul=factor(1.1)),
             evaluator=lambda _: None,  # type: ignore[arg-type, return-value]
         )
+
+
+def test_a_compile_and_a_command_write_what_they_know() -> None:
+    """Names and order of the JSON, which users read."""
+    compiled = ForecastCompile(
+        versions={"jax": "0.10.2", "libtpu": None}, seconds=1.5, cached=False, flags=[]
+    )
+    assert json.dumps(compiled.to_json()) == (
+        '{"jax": "0.10.2", "libtpu": null, "seconds": 1.5, "cached": false, "flags": []}'
+    )
+    assert ForecastCompile().to_json() == {}
+    again = ForecastCommand(target="lm", arguments=[], quick=False)
+    assert json.dumps(again.to_json()) == '{"target": "lm", "arguments": [], "quick": false}'

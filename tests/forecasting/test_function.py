@@ -353,7 +353,7 @@ def test_flags_and_quick_reach_the_compiler(cache: Path) -> None:
     pytest.importorskip("libtpu")
     flag = "--xla_tpu_scoped_vmem_limit_kib=8192"
     made = systolic.forecast(apply, PARAMS, X, on=ON, spread={"data": 4}, flags=flag, quick=True)
-    assert made.compiler["flags"] == [flag]
+    assert made.compiler.flags == [flag]
     assert made.answer is not None
     assert "schedule_only" in made.answer.report.options
     assert made.fits
@@ -419,7 +419,7 @@ def test_a_function_keeps_arguments_with_the_names_of_options(cache: Path) -> No
 
     made = systolic.forecast(scaled, X, step=jnp.float32(2), save=jnp.float32(1), on="cpu")
     assert made.recipe == "scaled"
-    assert not made.request
+    assert made.request.to_json() == {}
 
 
 def test_what_partition_leaves_is_an_argument(cache: Path) -> None:

@@ -15,7 +15,7 @@ from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Batch, Field, Job, Layout
 from systolic.runs.bundle.tensors import TensorSpec, write
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import LanguageModel
 from tests.models.foreign import structure

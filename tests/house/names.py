@@ -31,7 +31,7 @@ def dead(root: Path) -> list[str]:
 
     A function, class or constant is used where its module reads it outside of its own definition, where another module
     imports it, or as an attribute; a method as an attribute. Texts that are a name, code in Markdown and in templates, count as well.
-    An ``__init__`` that hands a name on does not use it.
+    An ``__init__`` that hands a name on does not use it; one that reads it does.
     """
     loose: set[str] = set()
     imported: set[str] = set()
@@ -46,8 +46,10 @@ def dead(root: Path) -> list[str]:
         if path.suffix != ".py":
             continue
         loose.update(_loose(path))
-        if path.name != "__init__.py":
-            imported.update(_imported(tree(path)))
+        names = set(_imported(tree(path)))
+        if path.name == "__init__.py":
+            names &= {node.id for node in nodes(path) if isinstance(node, ast.Name)}
+        imported.update(names)
         if path.is_relative_to(package) and not path.is_relative_to(package / GUESTS):
             for qualified, node in _public(tree(path)):
                 defined.append((path, qualified, qualified.rpartition(".")[2], node))

@@ -104,6 +104,7 @@ SHARE = 1.0
 LEAST: int = 2
 _PRIVATE = 1
 def used(x): return LEAST
+def read_here(): return 1
 def unused(x): return unused(getattr(x, "size", 0))
 class Part:
     def read(self): return hasattr(self, "size")
@@ -119,7 +120,7 @@ def test_a_planted_name_is_seen(tmp_path: Path) -> None:
     package = tmp_path / "src" / "systolic"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "from systolic.one import Alone, unused\n__all__ = ['Alone']\n"
+        "from systolic.one import Alone, read_here, unused\n__all__ = ['Alone']\nprint(read_here())\n"
     )
     (package / "one.py").write_text(ONE)
     (package / "two.py").write_text("from systolic.one import Part, used\nclass Alone: ...\n")

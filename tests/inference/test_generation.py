@@ -21,12 +21,12 @@ from systolic.cli.main import main
 from systolic.data.text.stops import Finish, Stops
 from systolic.inference.generation import Generator
 from systolic.inference.model import set_up_here
-from systolic.inference.setup import set_up
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild
 from systolic.runs import Run
 from systolic.runs.weights import begin_with
+from systolic.setup import set_up
 from systolic.steps.decode import Decode
 from tests.cli.tiny import job
 from tests.tiers import some

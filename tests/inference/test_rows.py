@@ -13,6 +13,9 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.input_files import TableInputs
 from systolic.job.data import Field
+from systolic.job.model import RESERVED_TERMS
+from systolic.runs import metrics
+from systolic.runs.metrics import TrainRecord
 
 RECIPE = '''
 from dataclasses import dataclass
@@ -39,19 +42,24 @@ class Line(Model):
 class Square(Task):
     wrong: bool = False
     of: str = "target"
+    term: str = ""
     def terms(self, model, batch, train):
         made = model(batch["x"], batch["size"])
         if self.wrong:
             made = made[:, None] + jnp.ones((3, 2))
-        return {"loss": (made - batch[self.of]) ** 2}
+        loss = (made - batch[self.of]) ** 2
+        if self.term == "no loss":
+            return {"losses": loss}
+        named = {} if self.term.endswith("in training") and not train else {self.term.split()[0]: loss} if self.term else {}
+        return {"loss": loss, **named}
 
 def load():
     x = np.random.default_rng(0).normal(size=(64, 3))
     return {"train": {"x": x, "size": x[:, 0], "target": x @ [1, 2, 3]}}
 
-def job(width: int = 3, wrong: bool = False, kind: str = "call", of: str = "target") -> Job:
+def job(width: int = 3, wrong: bool = False, kind: str = "call", of: str = "target", term: str = "") -> Job:
     data = {"call": Arrays.call(load), "dict": load(), "function": load, "columns": Arrays.call(load, columns={"x": ("age", "height", "weight")})}[kind]
-    return Job(name="table", model=Line(width), task=Square(wrong, of), data=data, steps=2, batch=Batch(total=16))
+    return Job(name="table", model=Line(width), task=Square(wrong, of, term), data=data, steps=2, batch=Batch(total=16))
 '''  # fmt: skip
 
 
@@ -133,8 +141,8 @@ def test_columns_are_checked(tmp_path: Path, text: str, says: str | None) -> Non
         (["--kind", "dict"], "the job's data is a dict; wrap it: systolic.data.arrays.Arrays.of(train=…)"),
         (["--kind", "function"], "the job's data is a function; wrap it: systolic.data.arrays.Arrays.call(load)"),
         (["--width", "5"], "the model Line fails in body.layers.0 (Linear) at table.py line 14: input inputs float32[16, 3] and weights bias float32[4], kernel float32[5, 4] do not fit"),
-        (["--of", "targets"], "there is no array 'targets' in a batch at table.py line 30; did you mean target?; the data has size, target, x"),
-        (["--wrong"], "the task Square fails at table.py line 29 with shapes that do not fit (made float32[16]"),
+        (["--of", "targets"], "there is no array 'targets' in a batch at table.py line 31; did you mean target?; the data has size, target, x"),
+        (["--wrong"], "the task Square fails at table.py line 30 with shapes that do not fit (made float32[16]"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_in_a_line(
@@ -145,6 +153,31 @@ def test_a_mistake_ends_in_a_line(
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     assert says in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("term", "says"),
+    [
+        *((name, f"the task Square has a term '{name}', which records of training steps use for a figure of their own; give it another name, such as 'task_{name}'") for name in ("mfu", "step", "kind", "bad", "grad_norm", "name")),
+        ("time in training", "the task Square has a term 'time', which records"),
+        ("no loss", "the task Square has no term 'loss' to minimise; did you mean losses?; it has losses"),
+    ],
+)  # fmt: skip
+def test_names_of_records_are_no_terms(
+    recipe: Path, tmp_path: Path, term: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the place of a TypeError at the first record, or of a figure that the term hides."""
+    words = ["--run", str(tmp_path / "run"), "--term", term]
+    assert main(["train", f"{recipe}:job", *words]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert says in shown.splitlines()[-1]
+    assert (tmp_path / "run").exists() == term.endswith("in training"), "the step is traced last"
+
+
+def test_every_field_of_a_record_is_reserved() -> None:
+    fields = {*TrainRecord.__struct_fields__, *metrics._TEXT, "kind", "bad"}
+    assert fields - {"loss"} == RESERVED_TERMS
 
 
 def test_arrays_of_other_forms_are_named() -> None:

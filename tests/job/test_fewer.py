@@ -34,7 +34,7 @@ def job(layout: Layout, batch: Batch, **more: Any) -> Job:
 def test_the_batch_stays(layout: Layout, devices: int, axes: dict[str, int], passes: int) -> None:
     made = on_fewer(job(layout, Batch(per_device=3)), 8, devices)
     assert made is not None
-    full, here = made.meant, made.job
+    full, here = made.intended, made.job
     total = 24 * layout.accumulate
     assert full.batch.resolve(full.layout) == here.batch.resolve(here.layout) == total
     assert here.layout.num_devices == devices
@@ -53,7 +53,7 @@ def test_evaluations_stay() -> None:
     made = on_fewer(job(Layout(accumulate=2), Batch(total=96), evaluation=evaluation), 3, 2)
     assert made is not None
     assert "passes a step 3 (was 2), fsdp 2 (was 3)" in made.text
-    assert made.job.evaluation == made.meant.evaluation == evaluation
+    assert made.job.evaluation == made.intended.evaluation == evaluation
 
 
 def test_all_devices_change_nothing() -> None:

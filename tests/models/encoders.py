@@ -13,7 +13,7 @@ from systolic.job import Batch, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import MaskedTokens
 

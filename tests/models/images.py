@@ -15,7 +15,7 @@ from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import Pooling, Positions, ViT
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.classification import Classification
 

@@ -15,7 +15,7 @@ from systolic.job import Batch, Field, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import AnyMesh, MeshTarget
 from systolic.steps.tasks.transcription import Transcription
 

@@ -27,7 +27,7 @@ from systolic.job.data import MASK
 from systolic.job.optimizer import ScheduleKind
 from systolic.models.families import family
 from systolic.steps.state import TrainState
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from tests.models.foreign import converted, held, relative
 from tests.steps import tiny
 

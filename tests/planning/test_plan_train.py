@@ -162,12 +162,12 @@ def test_another_program_has_no_forecast(
 ) -> None:
     plan = write(tmp_path / "plan.json", one("cpu", SETTINGS), sequence=16)
     same = requested(TINY, ["--plan", str(plan), "--steps", "3"])
-    assert same.chosen is not None
-    assert same.chosen.forecast["step_seconds"] == 0.05
+    assert same.as_typed.chosen is not None
+    assert same.as_typed.chosen.forecast["step_seconds"] == 0.05
     assert same.job.steps == 3
     other = requested(TINY, [f"--plan={plan}", "--sequence", "64"])
-    assert other.chosen is not None
-    assert not other.chosen.forecast
+    assert other.as_typed.chosen is not None
+    assert not other.as_typed.chosen.forecast
     assert "is not the one that" in capsys.readouterr().err
 
 
@@ -326,7 +326,7 @@ def test_a_plans_flags_are_those_of_the_run(tmp_path: Path) -> None:
     flagged = {**one("cpu", SETTINGS), "flags": ["--xla_tpu_x=1", "--xla_tpu_y=1"]}
     plan = write(tmp_path / "plan.json", flagged)
     before = dict(os.environ)
-    chosen = requested(TINY, ["--plan", str(plan)]).chosen
+    chosen = requested(TINY, ["--plan", str(plan)]).as_typed.chosen
     assert dict(os.environ) == before
     assert new_flags("", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=1")
     assert new_flags("--xla_tpu_y=2", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=2")

@@ -38,8 +38,8 @@ def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
 
 def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0, **more: Any) -> Plan:
     limits = Limits(programs=programs, finalists=finalists, workers=1)
-    if "settle_seconds" in more:
-        limits = replace(limits, settle_seconds=more.pop("settle_seconds"))
+    if "finalist_seconds" in more:
+        limits = replace(limits, finalist_seconds=more.pop("finalist_seconds"))
     search = Search(
         **{"evaluator": AnsweringEvaluator(estimate), **more},
         facts=fabricated.facts(),
@@ -155,7 +155,7 @@ def test_full_compiles_have_a_limit_of_their_own() -> None:
         "v6e-8",
         goal=Goal(units=20e9),
         finalists=2,
-        settle_seconds=0.0,
+        finalist_seconds=0.0,
         evaluator=AnsweringEvaluator(unending),
     )
     assert plan.best is not None

@@ -23,7 +23,7 @@ from systolic.forecasting.serving import demand
 from systolic.forecasting.serving.capacity import ServerTimes
 from systolic.forecasting.serving.demand import engine_state
 from systolic.forecasting.serving.forecast import Load, ServingForecast, StepTimes
-from systolic.forecasting.serving.steps import LeastServer
+from systolic.forecasting.serving.server_steps import LeastServer
 from systolic.job import Job, Layout
 from systolic.job.serving_memory import ServingMemory
 from systolic.planning import serving as serving_plan

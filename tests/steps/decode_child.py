@@ -13,7 +13,7 @@ from systolic.job import ExpertAxis, Layout, Sampling, Served
 from systolic.models.decoder.config import Dispatch
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from tests.steps import tiny
 from tests.steps.layouts_child import EXPERTS, GPT2, LATENT
 

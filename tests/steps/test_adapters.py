@@ -14,7 +14,7 @@ from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.quantized.codes import quantized
 from systolic.steps import flops
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from tests.steps import tiny
 from tests.steps.layouts_child import LATENT
 

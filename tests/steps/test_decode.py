@@ -12,7 +12,7 @@ from systolic.job import Sampling, Served
 from systolic.job.layout import Layout
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.devices import virtual_devices
 from tests.steps import tiny

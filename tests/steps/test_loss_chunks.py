@@ -16,7 +16,7 @@ from systolic.job.data import MASK
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.steps.tasks.scores import cross_entropy, log_normaliser

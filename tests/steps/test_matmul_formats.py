@@ -11,15 +11,15 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import StepKind
-from systolic.compiling.steps import trace_job
+from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
-from systolic.inference.setup import computed_in
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import product
 from systolic.models.vision.cnn.config import CNN
+from systolic.setup import computed_in
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 
@@ -99,7 +99,7 @@ def test_a_forecast_says_where_a_chip_has_no_hardware_for_the_operands() -> None
     )
     assert notes(Precision.int8, "v5e-1") == notes(Precision.fp8, "v6e-1") == []
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
-        replace(tiny.job(), model=CNN(), precision=Precision.fp8).settle(slice("v5e-1"))
+        replace(tiny.job(), model=CNN(), precision=Precision.fp8).for_slice(slice("v5e-1"))
 
 
 def test_a_field_without_effect_is_refused() -> None:

@@ -16,7 +16,7 @@ from systolic.job import Batch, Layout, Sampling
 from systolic.models import splash
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 

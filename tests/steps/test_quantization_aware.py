@@ -12,11 +12,10 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import StepKind
-from systolic.compiling.steps import trace_job
+from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
 from systolic.formats.matrices import whole
 from systolic.formats.probe import outputs_of
-from systolic.inference.setup import computed_in
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -29,9 +28,10 @@ from systolic.job import (
 )
 from systolic.models.quantized.codes import quantized
 from systolic.models.vision.cnn.config import CNN
+from systolic.setup import computed_in
 from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import generation
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 from tests.tiers import some
@@ -106,10 +106,10 @@ def test_which_precision_rounds_to_what() -> None:
 def test_what_can_not_be_rounded_is_refused() -> None:
     on = slice("v5e-1")
     with pytest.raises(OptionError, match="precision is qat-int8, and Perceptron has no matrices"):
-        replace(JOB, model=Perceptron(), precision=Precision.qat_int8).settle(on)
+        replace(JOB, model=Perceptron(), precision=Precision.qat_int8).for_slice(on)
     low_rank = Adapter(kind=AdapterKind.lora)
     with pytest.raises(OptionError, match="precision is qat-int4, and beside an adapter"):
-        replace(JOB, adapter=low_rank, precision=Precision.qat_int4).settle(on)
+        replace(JOB, adapter=low_rank, precision=Precision.qat_int4).for_slice(on)
 
 
 def test_a_step_for_a_slice_and_convolutions() -> None:

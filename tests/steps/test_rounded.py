@@ -16,7 +16,7 @@ from systolic.models.decoder.options import Latent
 from systolic.models.quantized.codes import Quantized
 from systolic.steps.decode import Decode
 from systolic.steps.paged import ApartDecode, ApartState
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.tiers import some
 

@@ -11,7 +11,7 @@ from systolic.job import Batch, Data, Field, Job, Layout, Optimizer, Read
 from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import LanguageModel, Unit
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import jax
 
 from examples import frameworks
-from systolic.inference.setup import first_state, set_up
 from systolic.job import Layout
 from systolic.job.data import MASK
+from systolic.setup import first_state, set_up
 
 name, layout = sys.argv[1], Layout(**json.loads(sys.argv[2]))
 job = replace(vars(frameworks)[name](steps=4), layout=layout)

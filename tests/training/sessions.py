@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Job
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
+from systolic.setup import Setup, set_up
 from systolic.training.trainer import Trainer
 
 
@@ -77,7 +77,7 @@ def train(
         trainer = Trainer(
             setup=setup, run=run, watchers=watchers, diagnose=diagnose, log_every=log_every
         )
-        return trainer.train(resume)
+        return trainer.train(resume=resume)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

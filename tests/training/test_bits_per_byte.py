@@ -12,10 +12,10 @@ from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
 from systolic.inference.predictions import predictions
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
 from systolic.runs.weights import Weights
+from systolic.setup import Setup, set_up
 from systolic.training.evaluate import evaluate
 from tests.cli.tiny import job
 

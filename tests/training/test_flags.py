@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import pytest
 
-import systolic.inference.setup as module
+import systolic.setup as module
 from systolic import recipes
 from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
 from systolic.inference.model import set_up_here
-from systolic.inference.setup import set_up
 from systolic.recipes.jobs.source import kept_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import Run
+from systolic.setup import set_up
 from systolic.steps.machine import LocalDevices
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from tests.training.sessions import losses, records
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError, RunError
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
+from systolic.setup import Setup, set_up
 from systolic.steps.state import GuardState
 from systolic.training.replay import replay
 from tests.training import tiny

@@ -20,7 +20,6 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, TakenErro
 from systolic.core.files import write_json
 from systolic.core.reporter import Reporter, reporting
 from systolic.data.text.bytes import StandardLibrary
-from systolic.inference.setup import set_up
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
@@ -29,6 +28,7 @@ from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.runs import Run
 from systolic.runs.job_record import job_from_json, types_of
 from systolic.runs.plan_choice import read
+from systolic.setup import set_up
 from systolic.training.session import Audience
 from tests.formats.outlines import outline
 from tests.planning import fabricated

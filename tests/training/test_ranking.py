@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from systolic.data.arrays import Arrays
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Evaluation
 from systolic.runs import CheckpointStore
 from systolic.runs.access import Access
+from systolic.setup import Setup, set_up
 from systolic.training.trainer import UNRATED
 from tests.training import tiny
 from tests.training.sessions import Crash, CrashAfterEvaluation, events, records, train

@@ -16,7 +16,6 @@ import pytest
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.shutdown import remember_interrupts, remembered
 from systolic.data.text.documents import Documents
-from systolic.inference.setup import Setup, set_up
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -30,6 +29,7 @@ from systolic.job import (
 )
 from systolic.models.decoder.config import Decoder
 from systolic.runs import CheckpointStore, Run
+from systolic.setup import Setup, set_up
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.training.interrupt import end_training
 from tests.tiers import some

@@ -16,12 +16,11 @@ from flax import nnx
 
 from systolic.chips import slice
 from systolic.compiling import StepKind
-from systolic.compiling.steps import trace_job
+from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.text.bytes import StandardLibrary
 from systolic.inference.generation import Generator
-from systolic.inference.setup import Setup, set_up
 from systolic.job import (
     Batch,
     Evaluation,
@@ -34,6 +33,7 @@ from systolic.job import (
     Schedule,
     TokenScorer,
 )
+from systolic.setup import Setup, set_up
 from systolic.steps.decode import Decode
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.training.rehearse import rehearse

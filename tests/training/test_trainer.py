@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Layout, Mode, Schedule, Split
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run, weights
 from systolic.runs.access import Access
+from systolic.setup import Setup, set_up
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Meter, Spent
+from systolic.training.session import Audience, SessionOptions, run_session
 from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (
@@ -46,6 +47,26 @@ def test_a_recompile_says_which_argument_changed(tmp_path: Path):
         "weight was float32[16] and is float32[8]",
         "x was float32[16,8] and is float32[8,8]",
     ]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_session_resumes_where_resume_says_so(tmp_path: Path, resume: bool):
+    """Not by whether the caller has something to write before it: both may have."""
+    setup, calls = set_up(tiny.job(steps=2)), []
+    entries = {"job": {"name": "tiny"}, "recipe": "tiny", "options": {}}
+    with Run.create(tmp_path / "run", entries) as run:
+        run_session(
+            setup,
+            run,
+            SessionOptions(diagnose=0),
+            Audience(),
+            Ledger(),
+            resume=resume,
+            accept=lambda: calls.append([*run.records()]),
+        )
+    assert calls == [[]], "before anything is written"
+    again = ["no checkpoint yet: from the start"] if resume else []
+    assert events(tmp_path / "run", "resume") == again
 
 
 def test_the_best_checkpoint_is_kept_and_used(tmp_path: Path):
@@ -132,7 +153,7 @@ def test_every_second_of_a_ledger_is_somewhere():
     now = [100.0]
     ledger = Ledger(lambda: now[0])
     now[0] = 103
-    ledger.settle(Spent.start)
+    ledger.claim_rest(Spent.start)
     with ledger.spend(Spent.step):
         now[0] = 105
         with ledger.spend(Spent.eval):
@@ -317,11 +338,11 @@ def test_fewer_devices_evaluate_the_same_examples(batches: int):
             seen.extend(np.asarray(batch["x"])[np.asarray(batch["mask"]) > 0])
             return {"loss": Mean(0.0, 1.0)}
 
-    def examples(passes: int, meant: Layout | None) -> np.ndarray:
+    def examples(passes: int, intended: Layout | None) -> np.ndarray:
         job = tiny.job(batch=48, layout=Layout(accumulate=passes), evaluation=rule)
         program: Any = Program()
         evaluator = Evaluator(
-            setup=replace(set_up(job), meant=meant),
+            setup=replace(set_up(job), intended_layout=intended),
             program=program,
             ledger=Ledger(),
             say=lambda *_, **__: None,

@@ -24,7 +24,7 @@ def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
 def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
     made = tuning(tmp_path / "study", RATES)
     with closing(made.open()) as shared:
-        shared.settle({"precision": "bf16"})
+        shared.agree_on({"precision": "bf16"})
     with pytest.raises(OptionError, match="has the precision bf16, not f32"):
         work(made)
 
@@ -56,7 +56,7 @@ def test_machines_with_other_devices_share_no_batch_per_device(tmp_path: Path) -
     words = ["--search=optimizer.learning-rate=log:1e-4..1e-2", "--batch-per-device=8"]
     made = tuning(tmp_path / "study", *words, recipe="digits")
     with closing(made.open()) as shared:
-        shared.settle({"devices": 1000})
+        shared.agree_on({"devices": 1000})
     with pytest.raises(
         OptionError, match=r"has the devices 1000, not .*; continue it with the same"
     ):

@@ -515,12 +515,12 @@ def test_runs_beside_another_database_keep_their_study(tmp_path: Path) -> None:
         where = address(f"sqlite:///{tmp_path / name}", tmp_path, "s")
         return SharedStudy(where, definition, ["minimize"], runs=tmp_path / "trials")
 
-    opened("a.db", recipe="r", options="1").settle({"precision": "f32"})
+    opened("a.db", recipe="r", options="1").agree_on({"precision": "f32"})
     opened("b.db", recipe="r", options="1")
     with pytest.raises(OptionError, match=r"trials has runs of a study with the options 1, not 2"):
         opened("c.db", recipe="r", options="2")
     with pytest.raises(OptionError, match="the precision f32, not bf16"):
-        opened("b.db", recipe="r", options="1").settle({"precision": "bf16"})
+        opened("b.db", recipe="r", options="1").agree_on({"precision": "bf16"})
     (tmp_path / "trials.json").write_text("{")
     with pytest.raises(DataError, match=r"trials.json is damaged .*; remove it if"):
         opened("a.db", recipe="r", options="1")

@@ -312,17 +312,17 @@ def capture(
             f"{on.name} is a {on.platform} slice; programs are captured for TPU slices only; give a recipe or a function instead"
         )
     _check(command)
-    request = {
-        "topology": _topology(on),
-        "num_hosts": on.num_hosts,
-        "device_bytes": on.program_bytes,
-        "libtpu": own_libtpu(),
-        "step": step,
-        "quick": quick,
-        "limit_seconds": limit_seconds,
-    }
+    request = CaptureRequest(
+        topology=_topology(on),
+        num_hosts=on.num_hosts,
+        device_bytes=on.program_bytes,
+        libtpu=own_libtpu(),
+        step=step,
+        quick=quick,
+        limit_seconds=limit_seconds,
+    )
     try:
-        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "request.json").write_bytes(msgspec.json.encode(request))
         (folder / EVENTS).touch()
     except OSError as error:
         raise RunError(
@@ -339,15 +339,35 @@ def capture(
     raise RunError(_reason(read_events(folder), text, code, on))
 
 
-def _topology(on: Slice) -> dict[str, Any]:
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """A slice as the compiler is asked for it."""
+
+    topology_name: str | None
+    chips_per_host_bounds: tuple[int, ...]
+    chip_config_name: str | None
+    num_slices: int | None
+
+
+class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request to the hook, in request.json, which the hook reads as its ``ParentRequest``."""
+
+    topology: Topology
+    num_hosts: int
+    device_bytes: int
+    libtpu: "OwnLibtpu | None"
+    step: str | None
+    quick: bool
+    limit_seconds: float
+
+
+def _topology(on: Slice) -> Topology:
     config = on.chip_config_name
-    return {
-        "topology_name": on.topology_name,
-        "chips_per_host_bounds": _host_bounds(on),
-        "chip_config_name": None if config in (None, "default") else config,
-        "num_slices": on.num_slices if on.num_slices > 1 else None,
-    }
+    return Topology(
+        topology_name=on.topology_name,
+        chips_per_host_bounds=_host_bounds(on),
+        chip_config_name=None if config in (None, "default") else config,
+        num_slices=on.num_slices if on.num_slices > 1 else None,
+    )
 
 
 def _check(command: Sequence[str]) -> None:
@@ -378,20 +398,27 @@ def _host_bounds(on: Slice) -> tuple[int, ...]:
     return on.chips_per_host_bounds
 
 
-def own_libtpu() -> dict[str, str] | None:
+class OwnLibtpu(msgspec.Struct, frozen=True):
+    """The libtpu of this environment."""
+
+    path: str
+    version: str
+
+
+def own_libtpu() -> OwnLibtpu | None:
     """Path and version of this environment's libtpu, for programs of environments without one; None without it."""
     try:
         distribution = importlib.metadata.distribution("libtpu")
     except importlib.metadata.PackageNotFoundError:
         return None
     path = Path(str(distribution.locate_file("libtpu/libtpu.so")))
-    return {"path": str(path), "version": distribution.version} if path.is_file() else None
+    return OwnLibtpu(str(path), distribution.version) if path.is_file() else None
 
 
 def _environment(folder: Path) -> dict[str, str]:
     variables = {**os.environ, **QUIET, VARIABLE: str(folder.resolve())}
     ours = own_libtpu()
-    if ours is not None and Path(variables.get("TPU_LIBRARY_PATH", "")) == Path(ours["path"]):
+    if ours is not None and Path(variables.get("TPU_LIBRARY_PATH", "")) == Path(ours.path):
         del variables["TPU_LIBRARY_PATH"]  # libtpu sets it on import, in a process that has jax
     if "XLA_FLAGS" in variables:
         variables["XLA_FLAGS"] = flags_of_user(variables["XLA_FLAGS"])

@@ -1,7 +1,4 @@
-"""Forms of a verb: which words it takes before its options, the function that answers and the view that shows the answer.
-
-The target of a verb: a recipe with its options, or a run.
-"""
+"""Forms of a verb: the words that choose one, its target and options, its function, and the view that shows the answer."""
 
 import contextlib
 import enum
@@ -14,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from systolic.cli.parse import (
     Options,
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from systolic.job import Job
     from systolic.recipes import Recipe
     from systolic.recipes.jobs.source import JobSource
-    from systolic.runs.plan_choice import Chosen
 
 
 VerbOptions = TypeVar("VerbOptions")
@@ -51,51 +47,30 @@ PlanOptions = TypeVar("PlanOptions", bound="UnderPlan")
 class Request(Generic[VerbOptions]):
     """A recipe with its arguments, and the verb's own options."""
 
-    recipe: "Recipe"
-    options: Mapping[str, Any]
-    """Options of the recipe, by parameter."""
+    as_typed: "JobSource"
+    """The recipe with its options; paths as they were typed."""
     verb: VerbOptions
     typed: Sequence[str] = ()
-    """Options of the recipe as they were typed."""
-    chosen: "Chosen | None" = None
-    """The plan's settings of the job."""
+    """Options of the recipe as words."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of the recipe, by parameter."""
+        return self.as_typed.options
 
     @property
     def job(self) -> "Job":
         """The job these options make, with the plan's settings."""
-        from systolic.recipes.jobs.plan import under_plan
-
-        return under_plan(self.recipe(self.options), self.chosen)
+        return self.as_typed.job
 
     @property
     def source(self) -> "JobSource":
         """The recipe with these options; no path depends on the working directory."""
         from systolic.runs import paths
 
-        return replace(self.as_typed, options=paths.absolute(dict(self.options)))
-
-    @property
-    def as_typed(self) -> "JobSource":
-        """The recipe with these options, and paths as they were typed."""
-        from systolic.recipes.jobs.source import JobSource
-
-        return JobSource(
-            recipe=self.recipe,
-            options=self.options,
-            given=self.names,
-            relative=self.options,
-            chosen=self.chosen,
-        )
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Options of the recipe that were typed, without the dashes before them: ``steps``, ``layout.fsdp``."""
-        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return frozenset(map(dashed, words))
-
-    def gives(self, option: str) -> bool:
-        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
-        return dashed(option) in self.names
+        options = paths.absolute(dict(self.options))
+        # The same source has its job already.
+        return self.as_typed if options == self.options else replace(self.as_typed, options=options)
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -129,19 +104,14 @@ def request(
     return recipe_request
 
 
-Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
-"""Arguments of a recipe, or what finds them from the recipe and the verb's own options."""
-
-
 def request_for(
     recipe: "Recipe | str",
     args: Sequence[str],
     verb: str,
     options: Callable[..., VerbOptions],
-    saved: Saved,
+    saved: Mapping[str, Any],
     *,
     target: str = "",
-    others: Collection[str] = (),
 ) -> Request[VerbOptions]:
     """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
 
@@ -152,10 +122,62 @@ def request_for(
         options: The class of the verb's own options.
         saved: Values of the recipe's options that are not given.
         target: What was typed after the verb, in messages; by default the recipe.
-        others: Options of the verb's other forms, which a misspelt one may mean.
 
     Raises: as :func:`request`.
     """
+    return _read_verb(recipe, args, verb, options, target=target).read_recipe(saved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VerbRead(Generic[VerbOptions]):
+    """A command line whose own options are read, and not yet its recipe's."""
+
+    recipe: "Recipe"
+    verb: VerbOptions
+    words: Sequence[str]
+    """The whole line."""
+    rest: Sequence[str]
+    """Words that are no option of the verb's."""
+    names: frozenset[str]
+    """Options of the verb, as they are typed, and of its other forms, which a misspelt one may mean."""
+    prog: str
+    """Words before the options, in messages."""
+
+    def read_recipe(self, saved: Mapping[str, Any]) -> Request[VerbOptions]:
+        """Reads the recipe's options; one that is not given has its ``saved`` value.
+
+        Raises:
+            OptionError: an option is missing, unknown or out of its range.
+        """
+        recipe, rest, prog = self.recipe, self.rest, self.prog
+        function = _with_defaults(recipe, saved)
+        names = option_names(function) | self.names
+        takes = "a run made from a Job takes steps and layout only" if recipe.of_job else ""
+        if recipe.file is None:
+            # A shipped recipe's types name all of its options: no need to parse what is misspelt.
+            refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
+        refuse_unknown(stray(rest, self.words), names, prog)
+        values, unknown = known(function, rest, prog)
+        refuse_unknown(unknown, names, prog, takes)
+        from systolic.recipes.jobs.source import JobSource
+
+        typed = (word[2:].partition("=")[0] for word in rest if word.startswith("--"))
+        source = JobSource(
+            recipe=recipe, options=values, given=frozenset(map(dashed, typed)), relative=values
+        )
+        return Request(as_typed=source, verb=self.verb, typed=tuple(rest))
+
+
+def _read_verb(
+    recipe: "Recipe | str",
+    args: Sequence[str],
+    verb: str,
+    options: Callable[..., VerbOptions],
+    *,
+    target: str = "",
+    others: Collection[str] = (),
+) -> _VerbRead[VerbOptions]:
+    """Reads the verb's own options from a command line with a recipe; prints the help of both where it is asked for."""
     from systolic import recipes
 
     prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
@@ -175,18 +197,14 @@ def request_for(
             print(f"systolic: {line}", file=sys.stderr)
     if wants_help:
         print_help(_both(imported, options), prog)
-    own = options(**verb_values)
-    defaults = saved if isinstance(saved, Mapping) else saved(imported, own)
-    function = _with_defaults(imported, defaults)
-    names = option_names(function) | option_names(options) | set(others)
-    takes = "a run made from a Job takes steps and layout only" if imported.of_job else ""
-    if imported.file is None:
-        # A shipped recipe's types name all of its options: no need to parse what is misspelt.
-        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
-    refuse_unknown(stray(rest, words), names, prog)
-    values, unknown = known(function, rest, prog)
-    refuse_unknown(unknown, names, prog, takes)
-    return Request(recipe=imported, options=values, verb=own, typed=tuple(rest))
+    return _VerbRead(
+        recipe=imported,
+        verb=options(**verb_values),
+        words=words,
+        rest=rest,
+        names=frozenset(option_names(options) | set(others)),
+        prog=prog,
+    )
 
 
 FIRST = {"sft": "--from", "image": "--path"}
@@ -229,23 +247,22 @@ def planned_request(
     from systolic.recipes.jobs.plan import kept_choice, planned_options
     from systolic.runs.plan_choice import read
 
-    chosen: Chosen | None = None
-    planned: Mapping[str, Any] = {}
-
-    def saved(recipe: "Recipe", own: PlanOptions | None) -> Mapping[str, Any]:
-        nonlocal chosen, planned
-        if own is not None and own.plan is not None:
-            chosen = read(own.plan, own.candidate)
-            planned = planned_options(recipe, chosen)
-        return planned
-
-    recipe_request = request_for(target, args, verb, options, saved, others=others)
-    if chosen is None:
-        recipe_request.job.check_effects()
-        return recipe_request
-    before, now = recipe_request.recipe(planned), recipe_request.job
-    kept = kept_choice(chosen, before, now, steps_given=recipe_request.gives("steps"), warn=warn)
-    return replace(recipe_request, chosen=kept)
+    line = _read_verb(target, args, verb, options, others=others)
+    if line.verb.plan is None:
+        unplanned = line.read_recipe({})
+        unplanned.job.check_effects()
+        return unplanned
+    chosen = read(line.verb.plan, line.verb.candidate)
+    planned = planned_options(line.recipe, chosen)
+    changed = line.read_recipe(planned)
+    kept = kept_choice(
+        chosen,
+        line.recipe(planned),
+        changed.job,
+        steps_given="steps" in changed.as_typed.given,
+        warn=warn,
+    )
+    return replace(changed, as_typed=replace(changed.as_typed, chosen=kept))
 
 
 def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
@@ -328,6 +345,128 @@ class TargetKind(enum.Enum):
     """The function's positional parameters, or those of them that the form's ``words`` name; none where it has none."""
 
 
+class CommandLine:
+    """Words after a verb."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self._answers: dict[str, Any] = {}
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a word comes before the options."""
+        return bool(self.words) and not self.words[0].startswith("-")
+
+    def gives(self, option: str) -> bool:
+        """Whether an option is anywhere among the words."""
+        return any(word.partition("=")[0] == f"--{option}" for word in self.words)
+
+    def tested(self, test: str) -> Any:
+        """Answer of ``module:name`` to the first word, which may read its file: asked once."""
+        if test not in self._answers:
+            self._answers[test] = named(test)(self.words[0])
+        return self._answers[test]
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """Choice of a form by the words of a command line; this one chooses the verb's first form, where no other does."""
+
+    reads_target: ClassVar[bool] = False
+    """Whether it looks at what the first word names; such choices come last."""
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether the words ask for the form."""
+        del line
+        return False
+
+
+@dataclass(frozen=True)
+class ByWord(FormChoice):
+    """Choice by a word after the verb: ``serve``; of several forms with it, by the target after it."""
+
+    word: str
+    test: str = ""
+    """``module:name`` of a test of the target."""
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether it is the first word, and the target passes the test."""
+        if line.words[0] != self.word:
+            return False
+        rest = CommandLine(line.words[1:])
+        return not self.test or not rest.has_target or rest.tested(self.test)
+
+
+@dataclass(frozen=True)
+class ByFirstOption(FormChoice):
+    """Choice by an option in the place of the first word, with the target as its value: ``resume``."""
+
+    option: str
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether it comes first."""
+        return line.words[0].partition("=")[0] == f"--{self.option}"
+
+
+@dataclass(frozen=True)
+class ByOption(FormChoice):
+    """Choice by an option of the form, wherever it stands: ``rehearse``."""
+
+    option: str
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether it is there."""
+        return line.gives(self.option)
+
+
+@dataclass(frozen=True)
+class BySwitch(FormChoice):
+    """Choice by a switch that says no more, wherever it stands before ``--``: ``serve``."""
+
+    switch: str
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether it is there."""
+        return f"--{self.switch}" in line.words
+
+
+@dataclass(frozen=True)
+class ByTarget(FormChoice):
+    """Choice by what the first word names."""
+
+    reads_target: ClassVar[bool] = True
+
+    test: str
+    """``module:name`` of a test of the word, or of a function of it that returns its kind."""
+    kind: str = ""
+    """Value of the kind: ``run``."""
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether the word passes the test, or is of the kind."""
+        if not line.has_target:
+            return False
+        answer = line.tested(self.test)
+        return answer.value == self.kind if self.kind else answer
+
+
+@dataclass(frozen=True)
+class ByAnyTarget(FormChoice):
+    """Choice by a word before the options, whatever it is."""
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether there is one."""
+        return line.has_target
+
+
+@dataclass(frozen=True)
+class ByProgram(FormChoice):
+    """Choice by ``--``, after which a program follows."""
+
+    def is_made(self, line: CommandLine) -> bool:
+        """Whether it is there."""
+        return END in line.words
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerbForm:
     """One way to call a verb."""
@@ -337,28 +476,16 @@ class VerbForm:
     view: str
     """``module:name`` of what shows its result and returns the exit code."""
     takes: TargetKind
-    when: str = ""
-    """``module:name`` of a function of the target that chooses this form, where several have the same ``word``."""
+    choice: FormChoice = FormChoice()
+    """Words that ask for this form."""
     needs: str = ""
     """Name of the words before the options, in the message where they are missing."""
     words: tuple[str, ...] = ()
     """Parameters that are words without an option's name, where the function's other positional ones are options."""
-    word: str = ""
-    """A word after the verb that chooses this form: ``serve``."""
-    option: str = ""
-    """An option that chooses this form as the first word, with the target as its value: ``resume``."""
-    with_option: str = ""
-    """An option that chooses this form wherever it stands: ``rehearse``."""
-    switch: str = ""
-    """A switch that chooses this form wherever it stands before ``--``, and says no more: ``serve``."""
-    first_word: str = ""
-    """``module:name`` of a test of the first word that chooses this form; its options are among those of the others."""
     check: str = ""
     """``module:name`` of what refuses options that contradict each other, before paths are tried and the work begins."""
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
-    kind: str = ""
-    """Kind of the first word that selects this form, as the verb's ``kind_of`` names it: ``run``."""
     done: str = ""
     """Participle of the verb for messages about a word before a program: ``explained``."""
     usage: str = ""
@@ -367,6 +494,16 @@ class VerbForm:
     """A verb and its form whose help on the target is printed above the answer, unless that is JSON."""
     reporter: str = "systolic.report.output:StderrReporter"
     """``module:name`` of what shows progress and warnings; made with the options that its parameters name."""
+
+    @property
+    def word(self) -> str:
+        """The word after the verb that its command lines begin with; empty for none."""
+        return self.choice.word if isinstance(self.choice, ByWord) else ""
+
+    @property
+    def option(self) -> str:
+        """The option whose value is the target; empty where a word is."""
+        return self.choice.option if isinstance(self.choice, ByFirstOption) else ""
 
     @property
     def options(self) -> Options:
@@ -389,24 +526,6 @@ class VerbForm:
             parameter.default is not parameter.empty for parameter in parameters
         )
 
-    def is_chosen(self, args: Sequence[str]) -> bool:
-        """Whether the words ask for this form rather than for the verb's first."""
-        if self.word:
-            return args[0] == self.word and (
-                not self.when or not _has_target(args[1:]) or named(self.when)(args[1])
-            )
-        if self.takes is TargetKind.name:
-            return _has_target(args)
-        if self.option:
-            return args[0].partition("=")[0] == f"--{self.option}"
-        if self.with_option:
-            return any(word.partition("=")[0] == f"--{self.with_option}" for word in args)
-        if self.switch:
-            return f"--{self.switch}" in args
-        if self.first_word:
-            return named(self.first_word)(args[0])
-        return self.takes is TargetKind.program and END in args
-
 
 class FormCall(NamedTuple):
     """A form's function with what a command line gives it."""
@@ -425,9 +544,7 @@ def named(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def run_forms(
-    verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str], kind_of: str = ""
-) -> int:
+def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str]) -> int:
     """Runs the form that the words choose; returns the exit code.
 
     Args:
@@ -435,14 +552,13 @@ def run_forms(
         usage: ``module:NAME`` of the text above the options in the help; empty for a verb whose first form takes words.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
-        kind_of: ``module:name`` of what says of the first word which form's ``kind`` it is.
 
     Raises:
         OptionError: each form has a word, and the first of ``args`` is none.
     """
     if usage and (args[0] in HELP if args else not forms[0].is_complete):
         return print_verb_help(named(usage), *map(_shown, _in_help(forms)))
-    form = _chosen(forms, args, kind_of)
+    form = _chosen(forms, args)
     words, prog = list(args), verb
     if form.word:
         if args[0] != form.word:
@@ -453,11 +569,11 @@ def run_forms(
         words, prog = words[1:], f"{verb} {form.word}"
         if form.usage and (words[0] in HELP if words else form.takes is TargetKind.recipe):
             return print_verb_help(named(form.usage), form.options.read)
-    if form.switch:
-        words = [word for word in words if word != f"--{form.switch}"]
+    if isinstance(form.choice, BySwitch):
+        words = [word for word in words if word != f"--{form.choice.switch}"]
     if form is forms[0]:
         _refuse_late(verb, forms, words)
-    others = [f"--{other.with_option}" for other in forms if other.with_option]
+    others = [f"--{other.choice.option}" for other in forms if isinstance(other.choice, ByOption)]
     words = [_renamed(word, form.options.other_names) for word in words]
     call = _read(form, prog, words, others)
     if form.check:
@@ -469,12 +585,17 @@ def run_forms(
         return _answered(form, call)
 
 
+def _is_tested(choice: FormChoice) -> bool:
+    """Whether a test of the target alone chooses a form, whose options are then those of the verb's other forms."""
+    return isinstance(choice, ByTarget) and not choice.kind
+
+
 def _in_help(forms: Sequence[VerbForm]) -> list[VerbForm]:
     """Forms whose options the verb's help lists; of those with the same word the first."""
     listed = {
         form.word or form: form
         for form in reversed(forms)
-        if not form.usage and not form.first_word
+        if not form.usage and not _is_tested(form.choice)
     }
     return [form for form in forms if form in listed.values()]
 
@@ -484,24 +605,17 @@ def _shown(form: VerbForm) -> Callable[..., Any]:
     return replace(form, beside="").options.read
 
 
-def _has_target(words: Sequence[str]) -> bool:
-    """Whether a word comes before the options."""
-    return bool(words) and not words[0].startswith("-")
-
-
 def _renamed(word: str, names: Mapping[str, str]) -> str:
     """An option under its own name."""
     option, equals, value = word.partition("=")
     return f"{names.get(option, option)}{equals}{value}"
 
 
-def _chosen(forms: Sequence[VerbForm], args: Sequence[str], kind_of: str) -> VerbForm:
-    """The form that the words choose; that of the first word's kind where nothing else chooses one."""
-    form = next((candidate for candidate in forms if args and candidate.is_chosen(args)), None)
-    if form is None and kind_of and not args[0].startswith("-"):
-        kind = named(kind_of)(args[0]).value
-        form = next((candidate for candidate in forms if candidate.kind == kind), None)
-    return form or forms[0]
+def _chosen(forms: Sequence[VerbForm], args: Sequence[str]) -> VerbForm:
+    """The form that the words choose; by what the first of them names where nothing else chooses one."""
+    line = CommandLine(args)
+    by_words_first = sorted(forms, key=lambda form: form.choice.reads_target)
+    return next((form for form in by_words_first if args and form.choice.is_made(line)), forms[0])
 
 
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
@@ -550,7 +664,8 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         return FormCall(path, values, {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
-    target, rest = first(words, f"{prog} --{form.switch}" if form.switch else prog, form.needs)
+    switch = f" --{form.choice.switch}" if isinstance(form.choice, BySwitch) else ""
+    target, rest = first(words, f"{prog}{switch}", form.needs)
     if form.takes is TargetKind.name:
         option_values, own = known(read, rest, f"systolic {prog} {target}")
         recipe_request = request(target, rest, prog, read) if own else None

@@ -5,7 +5,18 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from systolic.cli.forms import TargetKind, VerbForm, run_forms
+from systolic.cli.forms import (
+    ByAnyTarget,
+    ByFirstOption,
+    ByOption,
+    ByProgram,
+    BySwitch,
+    ByTarget,
+    ByWord,
+    TargetKind,
+    VerbForm,
+    run_forms,
+)
 from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.machine import set_up_xla
 from systolic.core.reporter import reporting
@@ -19,8 +30,6 @@ class Verb(NamedTuple):
     module: str
     summary: str
     forms: tuple[VerbForm, ...] = ()
-    kind_of: str = ""
-    """``module:name`` of what says which form takes the first word."""
 
 
 TRAIN = VerbForm(
@@ -30,6 +39,9 @@ TRAIN = VerbForm(
     takes=TargetKind.recipe,
     needs="a recipe",
 )
+
+TARGET_KIND = "systolic.explaining.command:target_kind"
+"""The function that says what a word after systolic explain names."""
 
 VERBS = {
     "doctor": Verb(
@@ -67,6 +79,7 @@ VERBS = {
                 function="systolic.recipes.listing.command:describe_recipe",
                 view="systolic.recipes.listing.view:show_recipe",
                 takes=TargetKind.name,
+                choice=ByAnyTarget(),
                 below_help_of=("train", TRAIN),
             ),
         ),
@@ -80,27 +93,26 @@ VERBS = {
                 view="systolic.data.view:show_packed",
                 reporter="systolic.data.view:ReadingReporter",
                 takes=TargetKind.words,
-                word="pack",
+                choice=ByWord("pack"),
             ),
             VerbForm(
                 function="systolic.data.command:inspect",
                 view="systolic.data.view:show_inspected",
                 takes=TargetKind.words,
-                word="inspect",
-                when="systolic.data.command:is_data",
+                choice=ByWord("inspect", "systolic.data.command:is_data"),
             ),
             VerbForm(
                 function="systolic.data.command:inspect_recipe",
                 view="systolic.data.view:show_inspected",
                 takes=TargetKind.recipe,
-                word="inspect",
+                choice=ByWord("inspect"),
             ),
             VerbForm(
                 function="systolic.data.command:train_tokenizer",
                 view="systolic.data.view:show_tokenizer",
                 reporter="systolic.data.view:ReadingReporter",
                 takes=TargetKind.words,
-                word="tokenizer",
+                choice=ByWord("tokenizer"),
             ),
         ),
     ),
@@ -119,26 +131,27 @@ VERBS = {
                 function="systolic.forecasting.command:forecast_command",
                 view="systolic.forecasting.display.view:show_step",
                 takes=TargetKind.program,
+                choice=ByProgram(),
             ),
             VerbForm(
                 function="systolic.forecasting.command:forecast_server",
                 view="systolic.forecasting.display.view:show_server",
                 takes=TargetKind.recipe,
                 needs="a model or a recipe",
-                switch="serve",
+                choice=BySwitch("serve"),
             ),
             VerbForm(
                 function="systolic.forecasting.command:forecast_dump",
                 view="systolic.forecasting.display.view:show",
                 check="systolic.forecasting.display.view:check",
                 takes=TargetKind.path,
-                first_word="systolic.forecasting.command:is_dump",
+                choice=ByTarget("systolic.forecasting.command:is_dump"),
             ),
             VerbForm(
                 function="systolic.forecasting.comparison:compare_forecasts",
                 view="systolic.forecasting.display.op_table:show_changes",
                 takes=TargetKind.path,
-                first_word="systolic.forecasting.command:is_saved",
+                choice=ByTarget("systolic.forecasting.command:is_saved"),
             ),
         ),
     ),
@@ -157,13 +170,14 @@ VERBS = {
                 function="systolic.planning.command:plan_program",
                 view="systolic.planning.display.view:show_ranking",
                 takes=TargetKind.program,
+                choice=ByProgram(),
             ),
             VerbForm(
                 function="systolic.planning.serving:plan_serving",
                 view="systolic.planning.display.view:show_serving",
                 takes=TargetKind.recipe,
                 needs="a model",
-                word="serve",
+                choice=ByWord("serve"),
                 usage="systolic.planning.serving:USAGE",
             ),
         ),
@@ -208,35 +222,35 @@ VERBS = {
                 view="systolic.explaining.display.view:show",
                 reporter="systolic.explaining.display.progress:ExplainReporter",
                 takes=TargetKind.run,
-                kind="forecast",
+                choice=ByTarget(TARGET_KIND, "forecast"),
             ),
             VerbForm(
                 function="systolic.explaining.command:explain_run",
                 view="systolic.explaining.display.view:show_run",
                 takes=TargetKind.path,
-                kind="run",
+                choice=ByTarget(TARGET_KIND, "run"),
             ),
             VerbForm(
                 function="systolic.explaining.command:explain_profile",
                 view="systolic.explaining.display.view:show_profile",
                 reporter="systolic.explaining.display.progress:ExplainReporter",
                 takes=TargetKind.path,
-                kind="profile",
+                choice=ByTarget(TARGET_KIND, "profile"),
             ),
             VerbForm(
                 function="systolic.explaining.command:explain_program",
                 view="systolic.explaining.display.view:show_program",
                 takes=TargetKind.program,
+                choice=ByProgram(),
                 done="explained",
             ),
             VerbForm(
                 function="systolic.explaining.command:explain_dump",
                 view="systolic.explaining.display.view:show_program",
                 takes=TargetKind.path,
-                kind="dump",
+                choice=ByTarget(TARGET_KIND, "dump"),
             ),
         ),
-        "systolic.explaining.command:target_kind",
     ),
     "train": Verb(
         "systolic.training.command:USAGE",
@@ -248,13 +262,13 @@ VERBS = {
                 view="systolic.training.display.view:show",
                 reporter="systolic.training.display.view:TrainReporter",
                 takes=TargetKind.run,
-                option="resume",
+                choice=ByFirstOption("resume"),
             ),
             VerbForm(
                 function="systolic.training.command:replay",
                 view="systolic.training.display.view:show_replay",
                 takes=TargetKind.path,
-                option="replay",
+                choice=ByFirstOption("replay"),
             ),
             VerbForm(
                 function="systolic.training.command:rehearse",
@@ -262,7 +276,7 @@ VERBS = {
                 reporter="systolic.training.display.view:RehearsalReporter",
                 takes=TargetKind.recipe,
                 needs="a recipe",
-                with_option="rehearse",
+                choice=ByOption("rehearse"),
                 beside="systolic.training.command:train",
             ),
         ),
@@ -297,7 +311,7 @@ VERBS = {
                 reporter="systolic.launching.view:LaunchReporter",
                 takes=TargetKind.words,
                 needs="a Bundle, or gs://BUCKET/FOLDER",
-                word="serve",
+                choice=ByWord("serve"),
                 usage="systolic.launching.command:SERVE_USAGE",
             ),
         ),
@@ -541,7 +555,7 @@ def _verb(args: list[str]) -> int | None:
     verb = VERBS[args[0]]
     with reporting(StderrReporter()):
         if verb.forms:
-            return run_forms(args[0], verb.module, verb.forms, rest, verb.kind_of)
+            return run_forms(args[0], verb.module, verb.forms, rest)
         return import_module(f"systolic.cli.{verb.module}").run(rest)
 
 

@@ -1,14 +1,8 @@
-"""Command line options from dataclasses and signatures, with errors of one line.
+"""Command line options from dataclasses and from the signatures of a verb's function and view, with errors of one line.
 
 tyro turns types into options. It reports mistakes as boxes of several lines; here they become one
 :class:`OptionError` that names the nearest option. A verb with a recipe reads a line in two stages:
 :func:`known` takes the verb's own options, and the recipe's are read from the words that are left.
-
-Options of a verb from its public function and from the view that shows the result.
-
-The function's signature says what can be asked for, its docstring what that means; the view's keyword
-parameters say how the answer is shown and where it is written (``--json``, ``--html``). A parameter whose
-types no word can give, such as a callback, is Python's alone. A parameter that both have is declared by the function.
 """
 
 import contextlib
@@ -342,6 +336,10 @@ def options_of(
     words: tuple[str, ...] = (),
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
+
+    The function's signature says what can be asked for, its docstring what that means; the view's keyword
+    parameters say how the answer is shown and where it is written (``--json``, ``--html``). A parameter whose
+    types no word can give, such as a callback, is Python's alone. A parameter that both have is declared by the function.
 
     Args:
         function: The verb's function.

@@ -1,7 +1,4 @@
-"""Measurement of two models side by side:  size, quality, answers, latency here and forecast.
-
-Comparison of the outputs of two models on the same inputs.
-"""
+"""Two models side by side: their sizes, quality and latency here, forecasts, and outputs for the same inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

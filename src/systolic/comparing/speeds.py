@@ -1,7 +1,7 @@
 """How fast a model is: medians of its calls here, forecasts on slices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.data.text.text_data import TextData
 from systolic.forecasting import forecast_job
 from systolic.forecasting.serving.capacity import forecast_serving
-from systolic.forecasting.serving.forecast import Load
+from systolic.forecasting.serving.forecast import Load, ServingPoint
 from systolic.forecasting.serving.layout import engine_layout
 from systolic.inference.model import (
     PreparedModel,
@@ -68,6 +68,43 @@ class SpeedOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerForecast:
+    """Forecast of a decoder's server on a slice."""
+
+    program: str
+    fits: bool
+    weights_bytes: int
+    points: Sequence[ServingPoint]
+    """One for the compared number of requests; none where it does not fit."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        points = [point.to_json() for point in self.points]
+        return {
+            "program": self.program,
+            "fits": self.fits,
+            "weights_bytes": self.weights_bytes,
+            "points": points,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalForecast:
+    """Forecast of the eval step of any other model on a slice."""
+
+    program: str = "eval step"
+    rows: int
+    fits: bool
+    step_seconds: float | None
+    peak_bytes: int | None
+    bound_by: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpeeds:
     """Speeds of one model."""
 
@@ -79,12 +116,12 @@ class ModelSpeeds:
     """Device of the timed calls."""
     notes: Sequence[str] = ()
     """Notes on the timed calls, a line each."""
-    forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    forecasts: Mapping[str, ServerForecast | EvalForecast] = field(default_factory=dict)
     """By slice: of a server for decoders, of the eval step for others."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        each = {name: dict(forecast) for name, forecast in self.forecasts.items()}
+        each = {name: forecast.to_json() for name, forecast in self.forecasts.items()}
         return {
             "seconds": dict(self.seconds),
             "program": self.program,
@@ -223,12 +260,16 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     return call
 
 
-def _forecasts(job: Job, options: SpeedOptions, say: Say) -> Mapping[str, Mapping[str, Any]]:
+def _forecasts(
+    job: Job, options: SpeedOptions, say: Say
+) -> Mapping[str, ServerForecast | EvalForecast]:
     """By slice, a forecast of a server of a decoder, of the eval step of any other model."""
     return {name: _forecast(job, slice(name), options, say) for name in options.slices}
 
 
-def _forecast(job: Job, on: Slice, options: SpeedOptions, say: Say) -> dict[str, Any]:
+def _forecast(
+    job: Job, on: Slice, options: SpeedOptions, say: Say
+) -> ServerForecast | EvalForecast:
     compiler = Compiler(flags=resolved("", on.chip))
     compiler = compiler.quick() if options.quick else compiler
     if isinstance(job.model, Decoder) and isinstance(job.data, TextData):
@@ -239,23 +280,20 @@ def _forecast(job: Job, on: Slice, options: SpeedOptions, say: Say) -> dict[str,
         forecast = forecast_serving(
             job, on, load, concurrency=(options.rows,), compiler=compiler, watch=say
         )
-        weights = forecast.memory.weights_bytes
-        points = [point.to_json() for point in forecast.points]
-        return {
-            "program": forecast.program,
-            "fits": forecast.fits,
-            "weights_bytes": weights,
-            "points": points,
-        }
+        return ServerForecast(
+            program=forecast.program,
+            fits=forecast.fits,
+            weights_bytes=forecast.memory.weights_bytes,
+            points=forecast.points,
+        )
     layout = Layout(data=1, fsdp=-1, remat=Remat.none)
     rows = -(-options.rows // on.num_devices) * on.num_devices
     job = replace(job, layout=layout, batch=Batch(total=rows))
     step = forecast_job(job, on, verb=StepKind.eval, compiler=compiler, say=say)
-    return {
-        "program": "eval step",
-        "rows": rows,
-        "fits": step.fits,
-        "step_seconds": step.step_seconds,
-        "peak_bytes": None if step.memory is None else step.memory.peak_bytes,
-        "bound_by": step.bound_by,
-    }
+    return EvalForecast(
+        rows=rows,
+        fits=step.fits,
+        step_seconds=step.step_seconds,
+        peak_bytes=None if step.memory is None else step.memory.peak_bytes,
+        bound_by=step.bound_by,
+    )

@@ -1,7 +1,4 @@
-"""Outcomes of a compile; a program that does not fit is one of them, not an error.
-
-Records that a compile exchanges with its child: the request, the lines that it prints, and the report in the store.
-"""
+"""Outcomes of a compile, of which a program that does not fit is one, and the records that a compile exchanges with its child: request, printed lines and stored report."""
 
 import gzip
 import json

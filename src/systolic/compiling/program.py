@@ -60,7 +60,7 @@ class JobProgram:
         Raises:
             LayoutError: the layout does not divide the slice, the model or the batch.
         """
-        from systolic.compiling.steps import trace_job
+        from systolic.compiling.tracing import trace_job
 
         return trace_job(self.job, self.verb, on, devices)
 
@@ -84,7 +84,7 @@ class ServingProgram(ServingCall):
             LayoutError: the layout does not divide the slice or the model.
             RunError: the model does not generate text.
         """
-        from systolic.compiling.steps import trace_serving
+        from systolic.compiling.tracing import trace_serving
 
         return trace_serving(self, on, devices)
 
@@ -109,7 +109,7 @@ class PagedProgram(PagedCall):
             LayoutError: the layout does not divide the slice or the model.
             RunError: the model does not generate text over pages.
         """
-        from systolic.compiling.steps import trace_paged
+        from systolic.compiling.tracing import trace_paged
 
         return trace_paged(self, on, devices)
 

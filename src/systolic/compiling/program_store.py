@@ -1,13 +1,8 @@
-"""Compiled programs kept on disk under fingerprints that can be read, so that a second start neither traces nor compiles.
+"""Compiled programs kept on disk under fingerprints that can be read, so that a second start neither traces nor compiles; and the dependencies that a fingerprint names.
 
 An entry is a folder ``programs/ab/abcdef…`` of the cache: ``fingerprint.json``, what the program was made for;
 ``executable.bin``, JAX's serialization, which is a pickle: entries that others could have written are refused;
 ``facts.json``, what is known about it. Entries are complete or absent, and whatever can't be read is compiled.
-
-Dependencies of a compiled program beside its own name and sizes, as named parts that can be read and compared.
-
-They are known without tracing. A part too many costs a compile; a part too few would run a wrong program, so
-all settings of JAX and the sources of every package that a traced function can call are in.
 """
 
 import dataclasses
@@ -41,7 +36,7 @@ from systolic.core.errors import RunError
 from systolic.core.files import canonical, digest, others_who_write
 from systolic.core.store import Store
 from systolic.core.units import gibibytes
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 SOURCES = (
     *("compiling", "chips", "core", "data", "formats", "hlo", "job", "models", "inference"),
@@ -89,6 +84,9 @@ class ForeignCodeError(RunError):
 
 def surroundings(steps: StepFunctions) -> dict[str, Any]:
     """Named parts of the fingerprint of every program of a job on its devices.
+
+    They are known without tracing. A part too many costs a compile; a part too few would run a wrong program, so
+    all settings of JAX and the sources of every package that a traced function can call are in.
 
     Raises:
         ForeignCodeError: the job has code from outside the package.

@@ -1,8 +1,7 @@
-"""Files that are whole or absent: written beside, flushed to disk, renamed into place. Digests of content, and owners.
+"""Files that are complete or absent: written under another name, flushed, then renamed.
 
-Content digests: the same value has the same digest on every machine.
-
-Write access to a file: code that is loaded (a pickle) must not come from another user.
+Also digests of content, which are the same on every machine, and who may write to a file, since a pickle of another
+user is not loaded.
 """
 
 import difflib

@@ -1,7 +1,4 @@
-"""Cores of this machine, worker processes that end with their parent, and what XLA has to find in the environment.
-
-Memory that the C library keeps after it was freed.
-"""
+"""This machine's cores, environment and memory: workers that end with their parent, settings that XLA reads, memory that the C library keeps."""
 
 import contextlib
 import ctypes

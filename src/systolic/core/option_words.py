@@ -1,9 +1,4 @@
-"""Options as words of a command line: printed from values, not from what was typed; misspelt ones, and the line itself.
-
-The command line that a verb's function is called from, for files that name the command that made them.
-
-The option that a misspelt one is meant to be.
-"""
+"""Options as words of a command line: printed from values, corrected where they are misspelt, and the command line of the present call, which files name as what made them."""
 
 import difflib
 import enum

@@ -1,14 +1,9 @@
-"""Ranges of numbers and choices of words, stated once beside their field or parameter.
+"""Ranges of numbers, choices of words, and options that need another one: stated once beside their field or parameter.
 
 ``learning_rate: Annotated[float, Range(above=0)] = 3e-4`` says what the field takes; :func:`check` in
 the record's ``__post_init__`` enforces it, and the command line checks the parameters of its verbs
 alike. Every number is finite, and a whole number fits the 32 bits that devices count in. A field or parameter of an
 enum takes a member or its text, as on the command line: ``Layout(remat="full")``.
-
-Options that have an effect only beside another one, stated once at the field.
-
-``ngram_rows: Annotated[int, Needs("model.ngrams", "model.ngrams is 0", lambda m: m.ngrams)]`` says that a value other than
-the default is a mistake in a record whose ``ngrams`` is 0; :func:`check_needs` in ``__post_init__`` refuses it.
 """
 
 import enum
@@ -258,7 +253,11 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The option that a field depends on."""
+    """The option that a field depends on.
+
+    ``ngram_rows: Annotated[int, Needs("model.ngrams", "model.ngrams is 0", lambda m: m.ngrams)]`` says that a value other than
+    the default is a mistake in a record whose ``ngrams`` is 0; :func:`check_needs` in ``__post_init__`` refuses it.
+    """
 
     partner: str
     """The option to set, as it is typed."""

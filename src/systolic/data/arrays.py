@@ -1,7 +1,4 @@
-"""Data in memory: numpy arrays, or a function that makes them.
-
-Table of examples in memory, as numpy arrays.
-"""
+"""Data in memory: numpy arrays, or a function that makes them, as a table of examples."""
 
 import inspect
 import threading

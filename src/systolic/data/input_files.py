@@ -1,12 +1,4 @@
-"""Inputs from files for a model that takes arrays by name; it brings no data of its own.
-
-New examples for models of arrays, from CSV, TSV, JSONL, .npz and .npy: rows whose columns are checked against the fields that the model reads.
-
-Damaged files that reading skipped: counted and named, each once.
-
-Threads note them here. A worker process sends them beside its batch, since it shares no memory with
-the training process.
-"""
+"""New examples for models of arrays, from CSV, TSV, JSONL, .npz and .npy files, checked against the fields that the model reads; and damaged files that reading left out, counted across threads and worker processes."""
 
 import csv
 import json

@@ -1,15 +1,8 @@
-"""Random-access tables of examples, and streams of batches of them whose position is one number.
+"""Random-access tables of examples, shuffled without a table of the order, and streams of batches of them whose position is one number.
 
 A :class:`Table` returns examples by number, many at a time. Batch ``i`` of a host is a pure
 function of ``i``, so Grain reads ahead in threads or processes, resuming costs nothing, and the
 global order of examples is the same for every number of hosts and every batch size.
-
-Shuffles without a table: the index of example ``p`` of an endless shuffled stream.
-
-A keyed permutation of 0..n-1 is computed for the asked positions only, so any position of any
-epoch is reached at once, in constant memory, and every host agrees without talking. It is a
-Feistel network over the next power of two, walked until it lands below n (format-preserving
-encryption: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 import json
@@ -47,6 +40,11 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Permutes positions 0..size-1, one permutation for each key.
+
+    A keyed permutation of 0..n-1 is computed for the asked positions only, so any position of any
+    epoch is reached at once, in constant memory, and every host agrees without talking. It is a
+    Feistel network over the next power of two, walked until it lands below n (format-preserving
+    encryption: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
     Args:
         positions: integers[n] below ``size``.

@@ -1,11 +1,4 @@
-"""Checks of a machine: pure functions from its record to findings.
-
-Checks for each platform.
-
-Environment variables and compiler flags that are known to cause problems.
-
-Findings: the name of a check, its status, and the command that fixes the problem.
-"""
+"""Checks of a machine, general and by platform, as pure functions from its record to findings: a status, and the command that fixes the problem."""
 
 import enum
 import math

@@ -1,7 +1,4 @@
-"""Causes of a step's time, largest share first, by the same rules for a forecast and a profile.
-
-Idle time of a profile's device by the host's activity: input, compiling, Python between programs.
-"""
+"""Causes of a step's time, largest share first, by the same rules for a forecast and a profile; a profile's idle time by what the host did."""
 
 import bisect
 import re

@@ -1,7 +1,4 @@
-"""A step of a job on a slice, explained: the causes of its time, and changes of settings with what they gain.
-
-A step that no recipe made, explained: of a program that is started, or of scheduled HLO.
-"""
+"""Explanation of a step on a slice: of a job's, with changes of settings and what they gain, or of one that no recipe made, from a program or scheduled HLO."""
 
 import enum
 import inspect

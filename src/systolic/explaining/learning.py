@@ -1,7 +1,4 @@
-"""Causes of poor learning, from a run's records alone.
-
-Causes from the loss curves of a run: divergence, spikes, a plateau, overfitting, too few steps.
-"""
+"""Causes of poor learning, from a run's records alone: divergence, spikes, a plateau, overfitting, too few steps."""
 
 import math
 import shlex

@@ -1,7 +1,4 @@
-"""Why a measured step takes its time; of a run on TPUs also what changes of its settings gain.
-
-Figures of a profile, and which questions it has too little data for.
-"""
+"""Explanation of a measured step; of a run on TPUs also what changes of its settings gain. Questions that a profile has too little data for are named."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,7 @@
-"""The rule book: causes of a step's time, from its ops.
+"""The rule book: causes of a step's time from its ops, simulated or measured, by the share that they reach of a unit's rate.
 
-A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. Causes that need a
-forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.causes`. Shares may
-overlap: recomputed ops may also be bound by memory.
-
-Shares that ops of a measured step reach of the units that move their bytes, and advice for them.
+Shares may overlap: recomputed ops may also be bound by memory. Causes that need a forecast's job or a profile's host
+are in :mod:`~systolic.explaining.causes`.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Explains poor learning and lost time of a run, from its records and a probe of its newest checkpoint.
-
-Time of a run besides training, from its records alone.
-"""
+"""Explanation of a run: poor learning and lost time, from its records and a probe of its newest checkpoint."""
 
 import math
 import os
@@ -344,8 +341,8 @@ def explain_run(
 def probe(run: Run, *, trust: bool = False) -> tuple[list[ProbeRecord], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.inference.model import set_up_here
-    from systolic.inference.setup import with_start
     from systolic.recipes.jobs.run import rebuild
+    from systolic.setup import with_start
     from systolic.training.probe import examine, too_large
 
     if not any(run.checkpoints.glob("[0-9]*")):

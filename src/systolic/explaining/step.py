@@ -1,7 +1,4 @@
-"""Step, the rules' input: simulated by a forecast or measured by a profile.
-
-Cause: the value that explanations are lists of.
-"""
+"""Input and output of the rules: a step, simulated by a forecast or measured by a profile, and a cause, of which explanations are lists."""
 
 import enum
 import re

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from systolic.chips import Slice
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.core.files import read_given, write_json
@@ -162,8 +164,8 @@ def load(name: str | Path) -> CalibrationRecord:
         )
     try:
         return replace(_record(value), file=path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+    except (msgspec.ValidationError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({error}); {AGAIN}") from error
 
 
 def calibration_for(
@@ -264,60 +266,108 @@ def _missing(name: str, path: Path) -> str:
     return f"there is no calibration {name}{nearest(name, known)}; {folder()} has {', '.join(known)}; {make}"
 
 
-def _record(value: Mapping[str, Any]) -> CalibrationRecord:
-    sources = tuple(
-        ProfileSource(
-            file=str(source["file"]),
-            devices=int(source["devices"]),
-            programs={str(name): float(runs) for name, runs in source["programs"].items()},
-            priced_by=str(source["priced_by"]),
-            matched_seconds=float(source["matched_seconds"]),
-            total_seconds=float(source["total_seconds"]),
-            not_matched={str(k): float(v) for k, v in source["not_matched_seconds"].items()},
-        )
-        for source in value["sources"]
-    )
-    factors = {
-        CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
-    }
-    left_out = [str(text) for text in value["left_out"]]
-    if value["version"] == FIRST:
+class _SavedFactor(msgspec.Struct):
+    """A factor in a calibration's file."""
+
+    p10: float
+    p90: float
+    ops: int
+    shapes: int
+    seconds: float
+    factor: float | None = None
+    bytes_per_second: float | None = None
+    """In place of the factor, of host copies."""
+
+
+class _SavedSource(msgspec.Struct):
+    """A profile in a calibration's file."""
+
+    file: str
+    devices: int
+    programs: dict[str, float]
+    priced_by: str
+    matched_seconds: float
+    total_seconds: float
+    not_matched_seconds: dict[str, float]
+
+
+class _SavedCalibration(msgspec.Struct):
+    """A calibration's file."""
+
+    version: int
+    name: str
+    chip: str
+    made: str
+    systolic: str
+    compiler: str | None
+    kinds: dict[CostKind, _SavedFactor]
+    left_out: list[str]
+    sources: list[_SavedSource]
+
+
+def _record(plain: Mapping[str, Any]) -> CalibrationRecord:
+    """The calibration of a file.
+
+    Raises:
+        msgspec.ValidationError: a field is absent or of another type.
+        ValueError: a factor is out of bounds.
+    """
+    saved = msgspec.convert(plain, _SavedCalibration)
+    factors = {kind: _factor(kind, entry) for kind, entry in saved.kinds.items()}
+    left_out = list(saved.left_out)
+    if saved.version == FIRST:
         for kind in MIXED:
             if factors.pop(kind, None) is not None:
                 left_out.append(
                     f"{kind.value}: the file is of version {FIRST}, which does not say whether its ops were of device or of vector memory; {AGAIN}"
                 )
     calibration = Calibration(
-        name=str(value["name"]),
-        chip=str(value["chip"]),
+        name=saved.name,
+        chip=saved.chip,
         factors=factors,
-        made=str(value["made"]),
-        num_profiles=len(sources),
+        made=saved.made,
+        num_profiles=len(saved.sources),
     )
     return CalibrationRecord(
         calibration=calibration,
-        sources=sources,
-        compiler=str(value["compiler"] or ""),
-        systolic=str(value["systolic"]),
+        sources=tuple(
+            ProfileSource(
+                file=source.file,
+                devices=source.devices,
+                programs=source.programs,
+                priced_by=source.priced_by,
+                matched_seconds=source.matched_seconds,
+                total_seconds=source.total_seconds,
+                not_matched=source.not_matched_seconds,
+            )
+            for source in saved.sources
+        ),
+        compiler=saved.compiler or "",
+        systolic=saved.systolic,
         left_out=tuple(left_out),
     )
 
 
-def _factor(kind: CostKind, entry: Mapping[str, Any]) -> Factor:
+def _factor(kind: CostKind, saved: _SavedFactor) -> Factor:
+    value = saved.bytes_per_second if kind is CostKind.host else saved.factor
+    if value is None:
+        raise ValueError(f"{kind.value} has no {value_name(kind)}")
     factor = Factor(
-        value=float(entry[value_name(kind)]),
-        low=float(entry["p10"]),
-        high=float(entry["p90"]),
-        ops=int(entry["ops"]),
-        works=int(entry["shapes"]),
-        seconds=float(entry["seconds"]),
+        value=value,
+        low=saved.p10,
+        high=saved.p90,
+        ops=saved.ops,
+        works=saved.shapes,
+        seconds=saved.seconds,
     )
     numbers = (factor.value, factor.low, factor.high)
     if (
         not all(math.isfinite(number) and number > 0 for number in numbers)
         or factor.low > factor.high
     ):
-        raise ValueError(f"{kind.value} is {entry}; its numbers are above 0, p10 below p90")
+        raise ValueError(
+            f"{kind.value} is {value:g}, p10 {saved.p10:g}, p90 {saved.p90:g}; its numbers are above 0, p10 below p90"
+        )
     least, most = BOUNDS
     if kind is not CostKind.host and not least <= factor.value <= most:
         raise ValueError(f"{kind.value} is {factor.value:g}, outside of {least:g} to {most:g}")

@@ -1,11 +1,4 @@
-"""The forecast of a captured step: each of its programs simulated, and added up.
-
-Calls of a step on the devices that each of them runs on: calls on different devices run at the same time.
-
-A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
-devices are free and the calls are over whose results it takes, or that the host has waited for, in its own step or in
-those before.
-"""
+"""The forecast of a captured step: each of its programs simulated, and their calls scheduled on the devices that they run on."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +19,7 @@ from systolic.compiling.traced import ProgramFacts
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting import moves
+from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
     HELD,
@@ -105,7 +99,11 @@ def calls_of(
 
 
 def schedule(calls: Sequence[DeviceCall]) -> CallSchedule:
-    """Lays out the calls of some steps; there is one call at least."""
+    """Lays out the calls of some steps; there is one call at least.
+
+    A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
+    devices are free and the calls are over whose results it takes, in its own step or in the one before.
+    """
     free: dict[Device, float] = {}
     ends: list[list[float]] = []
     begins: list[float] = []
@@ -323,12 +321,12 @@ def forecast_parts(
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
         on=on,
-        compiler={
-            **answer.versions,
-            "seconds": round(sum(sum(part.program.seconds.values()) for part in parts), 3),
-            "cached": False,
-            "flags": answer.flags.split(),
-        },
+        compiler=ForecastCompile(
+            versions=answer.versions,
+            seconds=round(sum(sum(part.program.seconds.values()) for part in parts), 3),
+            cached=False,
+            flags=answer.flags.split(),
+        ),
         memory_origin=Origin.compiled if largest.is_compiled_memory else Origin.simulated,
     )
     forecast = replace(

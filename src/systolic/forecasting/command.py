@@ -28,6 +28,7 @@ from systolic.core.files import write_atomically
 from systolic.core.option_words import option_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.reporter import reporter, working
+from systolic.forecasting.cost import ForecastCommand
 from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache, ServedWeights
 from systolic.recipes.jobs.source import JobSource, source_of, with_options
 from systolic.sim.calibration import Calibration
@@ -318,7 +319,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
             )
             progress.stage("simulating")
             result = forecast_captured(captured, place, known)
-    request = {"command": list(command), "quick": quick}
+    request = ForecastCommand(command=list(command), quick=quick)
     return _compared(replace(result, request=request), before)
 
 
@@ -376,7 +377,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     from systolic.forecasting.serving.capacity import Load, check_context, forecast_serving
     from systolic.forecasting.serving.forecast import LatencyLimits, latency
     from systolic.forecasting.serving.layout import ROWS, given_layout, layout_of_requests
-    from systolic.forecasting.serving.steps import with_formats
+    from systolic.forecasting.serving.server_steps import with_formats
 
     source = source_of(job, options)
     target = "" if source.recipe.of_job else source.recipe.target
@@ -412,7 +413,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
             watch=reporter().stage,
         )
     notes = [chosen.idle, *result.notes] if chosen.idle else result.notes
-    request = {"target": target, "quick": quick} if target else {}
+    request = ForecastCommand(target=target, quick=quick) if target else ForecastCommand()
     return replace(result, notes=notes, request=request)
 
 
@@ -438,13 +439,13 @@ class StepSettings:
         if result.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
             remedy = shlex.join(["systolic", "explain", source.recipe.target, *words])
             result = replace(result, rejected=replace(result.rejected, remedies=[remedy]))
-        request = {
-            "target": source.recipe.target,
-            "arguments": words,
-            "options": recipes.plain(source.options),
-            "step": self.step.value,
-            "quick": self.quick,
-        }
+        request = ForecastCommand(
+            target=source.recipe.target,
+            arguments=words,
+            options=recipes.plain(source.options),
+            step=self.step.value,
+            quick=self.quick,
+        )
         return replace(result, request=request)
 
     def words(self, on: Slice) -> list[str]:

@@ -1,6 +1,8 @@
-"""Dollars and kilowatt-hours of a step."""
+"""Facts of a forecast besides its step: the bill, the compile behind it, and the command that makes it again; imports no numpy."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from systolic.chips import Slice, usual
 
@@ -51,3 +53,51 @@ def bill_of(on: Slice) -> Bill:
         pue=usual("data_centre")["pue"].value,
         watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastCompile:
+    """Compile behind a forecast; what is not known is None."""
+
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions of ``jax``, ``libtpu`` and others, by name."""
+    seconds: float | None = None
+    """Time until the answer, from the store too."""
+    stages: Mapping[str, float] | None = None
+    """Seconds of the compile by stage."""
+    cached: bool | None = None
+    """Whether the store had the answer."""
+    flags: Sequence[str] | None = None
+    """Compiler flags."""
+    program: str | None = None
+    """Digest of the program in the store."""
+    built_for: str | None = None
+    """Chip that it was compiled for: a CPU for a GPU that is not there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The versions and what is known."""
+        known = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        versions = known.pop("versions")
+        return {**versions, **{name: value for name, value in known.items() if value is not None}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastCommand:
+    """Command that makes a forecast again; None for what it does not have."""
+
+    target: str | None = None
+    """Recipe or model."""
+    arguments: Sequence[str] | None = None
+    """Words after the target."""
+    options: Mapping[str, Any] | None = None
+    """Options of the recipe."""
+    step: str | None = None
+    quick: bool | None = None
+    """Whether the compile stops at the schedule."""
+    command: Sequence[str] | None = None
+    """Words that start a program."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Values that are known, by name."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in values.items() if value is not None}

@@ -1,10 +1,4 @@
-"""Time of a step by op, by place in the model and by source line.
-
-Windowed einsums of a step: matmuls whose operand (or result) travels in permutes between partial matmuls.
-
-The SPMD partitioner makes them of a gather and a matmul, or a matmul and a scatter, above a size; as a loop,
-or unrolled. On v6e-8 steps with them took 9 to 17 % longer (see :mod:`systolic.chips.flags`).
-"""
+"""Time of a step by op, by place in the model, by source line, and in windowed einsums."""
 
 import re
 from collections import Counter, defaultdict
@@ -185,7 +179,11 @@ OFF = next(flag.text for flag in SHARED if "windowed_einsum" in flag.text)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windowed:
-    """The windowed einsums of a step."""
+    """The windowed einsums of a step.
+
+    The SPMD partitioner makes them of a gather and a matmul, or a matmul and a scatter, above a size; as a loop,
+    or unrolled. On v6e-8 steps with them took 9 to 17 % longer (see :mod:`systolic.chips.flags`).
+    """
 
     einsums: int
     """Matmuls of the model, each counted once however often it runs."""

@@ -12,7 +12,7 @@ from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration
-from systolic.forecasting.cost import Bill
+from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
 from systolic.forecasting.op_changes import OpGroup, Schedule, groups_of, table_of
@@ -78,7 +78,7 @@ class Forecast:
     flops_by_format: Mapping[str, float] = field(default_factory=dict)
     """``hardware_flops`` by the format of the operands: ``bf16``, ``fp8``, ``int8``, ``int4``."""
     bill: Bill
-    compiler: Mapping[str, Any] = field(default_factory=dict)
+    compiler: ForecastCompile = field(default_factory=ForecastCompile)
     layout: Mapping[str, Any] = field(default_factory=dict)
     rejected: MemoryShortage | None = None
     doubt: str = ""
@@ -96,8 +96,7 @@ class Forecast:
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
     schedules: Sequence[Schedule] = field(default=(), repr=False)
     """Programs of the step with their schedules; empty where they were dropped, since they are large."""
-    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The command that makes this forecast: ``target``, ``arguments``, ``options``, ``step`` and ``quick`` of a recipe or model, ``command`` of a program."""
+    request: ForecastCommand = field(default_factory=ForecastCommand, repr=False)
     against: "ForecastChanges | None" = field(default=None, repr=False)
     """Changes since an earlier forecast, where there is one."""
     saved: Path | None = None
@@ -246,7 +245,7 @@ class Forecast:
             **self.figures_json(),
             **self.costs_json(),
             "ops": table_of(self.ops),
-            **self.request,
+            **self.request.to_json(),
         }
 
     def figures_json(self) -> dict[str, Any]:
@@ -287,7 +286,7 @@ class Forecast:
             f"usd_per_{per}": self.bill.usd_per(scale, self.units, seconds) if seconds else None,
             f"kwh_per_{per}": self.bill.kwh_per(scale, self.units, seconds) if seconds else None,
             **self._bill(),
-            "compiler": dict(self.compiler),
+            "compiler": self.compiler.to_json(),
             "layout": dict(self.layout),
             "notes": [*self.cautions, *self.warnings, *self.notes],
         }

@@ -1,19 +1,4 @@
-"""Buffers that hold device memory at the peak of a schedule.
-
-The compiler's own figure is the peak; which buffers are alive then comes from the schedule: an
-array lives from the op that makes it to the last that reads it, results that alias an operand
-(updates in place, tuples, bitcasts, loops) are no new memory.
-
-Arrays that are alive at the peak of a schedule, by the op that makes each and the last that reads it.
-
-Each part of a result that is a tuple is an array of its own: an asynchronous collective fusion returns its products and
-the arrays of the gather that goes on beside them, which live longer. No new memory are results that alias an operand
-(updates in place, tuples, bitcasts), what a loop's body makes for its next turn, which takes the place of what the
-last turn left, and outputs that lie in donated arguments. Where any of these would overlap, the compiler has put a copy into the
-schedule.
-
-A table of addresses for each result that is a tuple is held throughout, in a slot of its own.
-"""
+"""Arrays that hold device memory at the peak of a schedule, by the op that makes each and the last that reads it."""
 
 import re
 from collections import Counter
@@ -75,7 +60,16 @@ class Peak:
 
 
 def peak_of(module: Module) -> Peak:
-    """The peak of a scheduled module beyond its arguments and the tables of its tuples, bytes of one device."""
+    """The peak of a scheduled module beyond its arguments and the tables of its tuples, bytes of one device.
+
+    Each part of a result that is a tuple is an array of its own: an asynchronous collective fusion returns its products and
+    the arrays of the gather that goes on beside them, which live longer. No new memory are results that alias an operand
+    (updates in place, tuples, bitcasts), what a loop's body makes for its next turn, which takes the place of what the
+    last turn left, and outputs that lie in donated arguments. Where any of these would overlap, the compiler has put a copy into the
+    schedule.
+
+    A table of addresses for each result that is a tuple is held throughout, in a slot of its own.
+    """
     return _Lifetimes(module).peak(module.entry, _given_by_donations(module))
 
 
@@ -408,6 +402,8 @@ class MemoryShortage:
 
 def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     """Memory map at the peak.
+
+    The compiler's own figure is the peak; which arrays are alive then comes from the schedule.
 
     Args:
         module: Scheduled HLO.

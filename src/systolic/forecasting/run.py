@@ -1,7 +1,4 @@
-"""Forecasts of jobs, functions and dumps.
-
-Range of a forecast: errors that programs of its kind had against chips (``benchmarks/accuracy/intervals.py``).
-"""
+"""Forecasts of jobs, functions and dumps, with the range of errors that programs of their kind had against chips (``benchmarks/accuracy/intervals.py``)."""
 
 import enum
 import shlex
@@ -34,7 +31,7 @@ from systolic.core.origin import Origin
 from systolic.core.reporter import reporter
 from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.costs import note_of, windowed
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import (
@@ -268,14 +265,14 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Gi
         facts=report.program,
         name=name,
         on=on,
-        compiler={
-            **report.versions,
-            "seconds": round(seconds, 3),
-            "stages": report.seconds,
-            "cached": outcome.cached,
-            "flags": report.flags,
-            "program": outcome.digest,
-        },
+        compiler=ForecastCompile(
+            versions=report.versions,
+            seconds=round(seconds, 3),
+            stages=report.seconds,
+            cached=outcome.cached,
+            flags=report.flags,
+            program=outcome.digest,
+        ),
     )
     return replace(forecast, answer=outcome, schedules=[(module, timeline, 1.0)])
 
@@ -288,7 +285,7 @@ def assemble(
     facts: ProgramFacts,
     name: str,
     on: Slice,
-    compiler: Mapping[str, Any],
+    compiler: ForecastCompile,
     memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
@@ -344,12 +341,12 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
         unit=facts.unit,
         units=facts.units,
         bill=bill_of(on),
-        compiler={
-            **({} if report is None else report.versions),
-            "seconds": round(seconds, 3),
-            "cached": outcome.cached,
-            "flags": [] if report is None else report.flags,
-        },
+        compiler=ForecastCompile(
+            versions={} if report is None else report.versions,
+            seconds=round(seconds, 3),
+            cached=outcome.cached,
+            flags=[] if report is None else report.flags,
+        ),
         layout=facts.layout,
         rejected=MemoryShortage(
             space=outcome.space,

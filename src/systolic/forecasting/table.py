@@ -74,7 +74,7 @@ class ForecastRow:
         return {
             **self.forecast.figures_json(),
             **self.forecast.costs_json(),
-            **self.forecast.request,
+            **self.forecast.request.to_json(),
             "settings": settings,
         }
 

@@ -18,6 +18,7 @@ from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
+from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
@@ -110,7 +111,7 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         ),
         name=path.name,
         on=on,
-        compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
+        compiler=ForecastCompile(seconds=round(time.perf_counter() - begin, 3), cached=True),
         memory_origin=Origin.compiled if peak_bytes else Origin.simulated,
     )
     forecast = replace(

@@ -26,7 +26,7 @@ from systolic.models.families import CONFIG, Config, read_config
 from systolic.runs.bundle.tensors import TensorSpec
 from systolic.runs.run import TOKENIZER
 from systolic.runs.weights import Weights
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 if TYPE_CHECKING:
     from systolic.formats.hugging_face.writer import Outgoing

@@ -1,6 +1,4 @@
-"""Inference of a model as pure functions of its weights and of named inputs: what every exported program computes.
-
-The functions of a job follow from its task."""
+"""Inference of a model as pure functions of its weights and of named inputs, which every exported program computes; a job's follow from its task."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 from systolic.steps.lengths import longest_text
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.arrays import ArrayClassification, ArrayOutputs, ArrayRegression
 from systolic.steps.tasks.classification import Classification

@@ -20,7 +20,7 @@ from systolic.models.whisper.config import Whisper
 if TYPE_CHECKING:
     import jax
 
-    from systolic.steps.steps import StepFunctions
+    from systolic.steps.step_functions import StepFunctions
 
 
 def outputs_of(

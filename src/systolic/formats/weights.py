@@ -23,7 +23,7 @@ from systolic.runs.run import JOB
 from systolic.runs.weights import Weights, begin_with
 from systolic.steps.network import ModelStructure
 from systolic.steps.sharding import parameter_spec
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 if TYPE_CHECKING:

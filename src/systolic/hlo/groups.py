@@ -1,14 +1,4 @@
-"""Collectives: their opcodes, the devices that each joins, and what goes between slices.
-
-Opcodes of ops in which devices talk to each other.
-
-Content of a ``send`` or ``recv`` between slices: libtpu's ``_xla_megascale_*`` attributes.
-
-A collective between slices is one pair of them for the runtime. libtpu 0.0.42.1 writes its target as
-``"{1,2,3,4}x{0:15}"`` (slices times devices: each device with its namesakes), as groups of devices
-``{{100000,200000},{100001,200001}}`` or as pairs ``{{100000->200000},{200000->100000}}``, where
-100000 is device 0 of slice 1.
-"""
+"""Collectives: their opcodes, the devices that each joins, and the transfers between slices that libtpu's ``_xla_megascale_*`` attributes describe."""
 
 import itertools
 import math
@@ -194,7 +184,12 @@ def crosses(transfer: Instruction) -> bool:
 
 
 def crossing_of(transfer: Instruction) -> Crossing | None:
-    """The collective that a ``send`` or ``recv`` belongs to; None where its attributes are not understood."""
+    """The collective that a ``send`` or ``recv`` belongs to; None where its attributes are not understood.
+
+    libtpu 0.0.42.1 writes the target as ``"{1,2,3,4}x{0:15}"`` (slices times devices: each device with its namesakes), as
+    groups of devices ``{{100000,200000},{100001,200001}}`` or as pairs ``{{100000->200000},{200000->100000}}``, where 100000
+    is device 0 of slice 1.
+    """
     kind, target = _TYPE.search(transfer.rest), _TARGET.search(transfer.rest)
     if kind is None or target is None:
         return None

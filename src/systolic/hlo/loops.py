@@ -1,4 +1,4 @@
-"""Trip counts of loops, and branches that are taken, by running each loop's counters alone.
+"""Trip counts of loops, and branches that are taken, also where a program asks which device it is: the slowest device decides the step.
 
 A loop's counters are the parts of its tuple that its condition depends on. They are run through body and
 condition (:mod:`systolic.hlo.scalars`): step by step, and in one stride over all steps in which nothing that
@@ -8,15 +8,6 @@ that the program leaves is known: at most 50 for ``(i < 50) & (error > 1e-3)``. 
 counters leave it open: XLA's own count is wrong where an unsigned counter goes down or one wraps around.
 
 Which branch of a conditional is taken is known likewise: one turn in 100 for ``i % 100 == 0``.
-
-Values of a loop's counters by cases of what they are computed from.
-
-With ``jax_enable_x64`` an integer is two halves, and ``jnp.clip(n, 10, 64)`` chooses each half by comparisons of both: alone
-a half may be anything. So what is compared with a constant is split at it, and each case is computed for itself.
-
-Trips and branches where a program asks which device it is: the slowest device decides the step.
-
-``lax.fori_loop(0, lax.axis_index("x"), ...)`` makes another number of trips on each device. Each is known, and so is the largest.
 """
 
 import math
@@ -38,6 +29,9 @@ def cases_of(
     scope: Scope, names: Sequence[str], compared: Mapping[str, set[int]], *, each: bool
 ) -> list[tuple[Known, ...]]:
     """Values of some scalars together, in each case of what they are computed from.
+
+    With ``jax_enable_x64`` an integer is two halves, and ``jnp.clip(n, 10, 64)`` chooses each half by comparisons of both: alone
+    a half may be anything. So what is compared with a constant is split at it, and each case is computed for itself.
 
     Args:
         scope: The run that computes them.
@@ -170,7 +164,10 @@ class LoopCounts:
 
 
 def counted(module: Module, device: int | None = None) -> tuple[LoopCounts, int]:
-    """Trips and branches of a program on any device or on one, and how many values were found for them."""
+    """Trips and branches of a program on any device or on one, and how many values were found for them.
+
+    ``lax.fori_loop(0, lax.axis_index("x"), ...)`` makes another number of trips on each device. Each is known, and so is the largest.
+    """
     walk = _LoopWalk(module)
     walk.scalars.device = device
     entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)

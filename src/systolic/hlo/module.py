@@ -1,12 +1,4 @@
-"""A module: computations of instructions in the order they run.
-
-Which instruction with a name in the model an instruction stands for.
-
-The compiler's own ops (copies, fusions that it put together) often carry no metadata; then what they
-hold or copy says where in the model they belong.
-
-Which results lie in the memory of which operands.
-"""
+"""A module: computations of instructions in the order they run, with the place in the model that an instruction without metadata belongs to, and results that lie in their operands' memory."""
 
 import json
 import re

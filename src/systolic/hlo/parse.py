@@ -1,7 +1,4 @@
-"""HLO text to a :class:`Module`.
-
-Whether a module that came from elsewhere holds together, and for what platform it was scheduled.
-"""
+"""HLO text to a :class:`Module`, checked for consistency, and the platform that it was scheduled for."""
 
 import re
 from functools import lru_cache

@@ -8,7 +8,7 @@ from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 
 if TYPE_CHECKING:
-    from systolic.steps.steps import StepFunctions
+    from systolic.steps.step_functions import StepFunctions
 
 
 class HaltedError(Exception):

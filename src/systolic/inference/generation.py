@@ -14,7 +14,7 @@ from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.lengths import learned_text, longest_text
 from systolic.steps.programs import generation
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 Prompt = str | Messages
 """A text to continue, or messages to answer."""

@@ -31,7 +31,7 @@ from systolic.job import Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.runs.weights import Weights
 from systolic.steps.programs import generation
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 PREFILL, DECODE, CALL = "prefill", "decode", "call"
 """Stages: a prompt, one token of each text, a batch."""

@@ -1,7 +1,4 @@
-"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices.
-
-Prompts: texts to continue and messages to answer, from words, files and standard input.
-"""
+"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices, from prompts in words, files and standard input."""
 
 import json
 import sys
@@ -30,9 +27,9 @@ if TYPE_CHECKING:
 
     from systolic.formats.source import Source
     from systolic.inference.generation import Generator
-    from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
-    from systolic.steps.steps import StepFunctions
+    from systolic.setup import Setup
+    from systolic.steps.step_functions import StepFunctions
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -174,8 +171,8 @@ def open_model(
         return from_source(open_source(path), warn=warn, place=place)
     check_folder(Path(path))
     with Run.open(path) as run:
-        from systolic.inference.setup import with_frozen
         from systolic.runs import weights
+        from systolic.setup import with_frozen
 
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
@@ -226,8 +223,8 @@ def prepare_model(
         setup = set_up_here(job, run, place)
 
     def read() -> "Weights":
-        from systolic.inference.setup import with_frozen
         from systolic.runs import weights
+        from systolic.setup import with_frozen
 
         with Run.open(path) as run:
             loaded = weights.load(run, setup.steps, checkpoint)
@@ -582,7 +579,7 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
         run: Its run.
         place: Chooses the devices and their layout; by default all of them share the batch.
     """
-    from systolic.inference.setup import set_up
+    from systolic.setup import set_up
     from systolic.steps.machine import LocalDevices
 
     machine = LocalDevices.here()

@@ -25,7 +25,7 @@ from systolic.inference.rows import MOST, Bucket, Row, enough
 from systolic.job import Task
 from systolic.job.data import MASK, Data
 from systolic.runs.weights import Weights
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.tasks.arrays import ArrayClassification
 
 UNREADABLE = (DataError, NotFoundError, OSError)

@@ -1,7 +1,4 @@
-"""A model's program over rows: one executable for each bucket.
-
-How rows become the arguments of a program: one class for each kind of program.
-"""
+"""A model's program over rows: one executable for each bucket, and a class for each way in which rows become a program's arguments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,7 +19,7 @@ from systolic.inference.rows import Bucket, Row
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper
 from systolic.steps.constant_folding import FoldedProgram
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.transcribe import Transcribe
 
 Arrays = dict[str, Any]

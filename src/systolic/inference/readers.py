@@ -12,7 +12,7 @@ from systolic.data.text.sentences import Sentences
 from systolic.inference.predictor import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
 from systolic.inference.rows import Row
 from systolic.models.whisper.config import Whisper, language_of, name_of, token_of
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 Output = Mapping[str, np.ndarray]
 """Outputs of a row by name."""

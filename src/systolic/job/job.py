@@ -1,7 +1,4 @@
-"""The job: everything that decides what is computed, as one frozen value.
-
-A job on fewer devices than it was made for: the same batch, in more passes where it needs them.
-"""
+"""The job: everything that decides what is computed, as one frozen value; and the same job on fewer devices than it was made for."""
 
 import enum
 from collections.abc import Mapping
@@ -216,7 +213,7 @@ class Job:
         self.model.check_batch(self.batch.resolve(layout) // layout.accumulate)
         return replace(self, layout=layout)
 
-    def settle(self, on: Slice) -> "Job":
+    def for_slice(self, on: Slice) -> "Job":
         """The same job with layout and precision definite for a slice.
 
         Raises:
@@ -321,7 +318,7 @@ def _check_parts(model: object, task: object, data: object) -> None:
 class Fewer:
     """A job that was made for more devices than there are."""
 
-    meant: Job
+    intended: Job
     """With the definite layout and batch that it was made for."""
     job: Job
     """For the devices that are there."""
@@ -329,7 +326,7 @@ class Fewer:
     """Summary of the change, on one line."""
 
 
-def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Fewer | None:
+def on_fewer(job: Job, intended: int, num_devices: int, num_slices: int = 1) -> Fewer | None:
     """The job with the same batch in every step; None where no device is missing.
 
     The axis that crosses slices shrinks with the devices, or one at -1 does, or fsdp; passes grow so that no device
@@ -337,27 +334,27 @@ def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Few
 
     Args:
         job: With its layout for all devices.
-        meant: Devices that layout and batch are for.
+        intended: Devices that layout and batch are for.
         num_devices: Devices that are there.
         num_slices: Slices that they are in.
 
     Raises:
-        LayoutError: there are more devices than ``meant``, no axis shrinks to a whole number, or the batch does not divide.
+        LayoutError: there are more devices than ``intended``, no axis shrinks to a whole number, or the batch does not divide.
     """
-    if num_devices > meant:
+    if num_devices > intended:
         raise LayoutError(
-            f"for-devices is {meant} and {num_devices} devices are available; give --for-devices {num_devices}, or leave it out"
+            f"for-devices is {intended} and {num_devices} devices are available; give --for-devices {num_devices}, or leave it out"
         )
-    if num_devices == meant:
+    if num_devices == intended:
         return None
-    full = job.layout.on(meant)
+    full = job.layout.on(intended)
     total = job.batch.resolve(full)
     shrunk = _shrunk(job.layout, full, num_devices).on(num_devices, num_slices)
     most = total // (full.batch_ways * full.accumulate)
     rows = next((n for n in range(most, 0, -1) if total % (shrunk.batch_ways * n) == 0), 0)
     if not rows:
         raise LayoutError(
-            f"batch of {total} does not divide by the {shrunk.batch_ways} parts that {num_devices} of {meant} devices have (data {shrunk.data} x fsdp {shrunk.fsdp} x expert {shrunk.expert}); start all devices, or give a layout for {num_devices}"
+            f"batch of {total} does not divide by the {shrunk.batch_ways} parts that {num_devices} of {intended} devices have (data {shrunk.data} x fsdp {shrunk.fsdp} x expert {shrunk.expert}); start all devices, or give a layout for {num_devices}"
         )
     layout = replace(shrunk, accumulate=total // (shrunk.batch_ways * rows))
     changes = ", ".join(
@@ -367,9 +364,9 @@ def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Few
     )
     passes = f"{layout.accumulate} (was {full.accumulate})"
     return Fewer(
-        meant=replace(job, layout=full, batch=Batch(total=total)),
+        intended=replace(job, layout=full, batch=Batch(total=total)),
         job=replace(job, layout=layout, batch=Batch(total=total)),
-        text=f"{num_devices} of {meant} devices are here: batch {total} as before, passes a step {passes}, {changes}",
+        text=f"{num_devices} of {intended} devices are here: batch {total} as before, passes a step {passes}, {changes}",
     )
 
 

@@ -1,15 +1,10 @@
-"""The contracts of models and tasks, and what they may know about where they will run.
-
-Options of sampling.
-
-Trained part of a model: all of it, or small matrices beside frozen weights.
-"""
+"""The contracts of models and tasks, and of what they may know about where they will run; the options of sampling and of adapters."""
 
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, Needs, Range, check, check_needs
@@ -336,14 +331,47 @@ class Mean(NamedTuple):
     """f32[]: sum of weights."""
 
 
+RESERVED_TERMS = frozenset(
+    [
+        "kind",
+        "step",
+        "time",
+        "elapsed",
+        "name",
+        "detail",
+        "prompt",
+        "text",
+        "terms",
+        "bad",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "examples_per_second",
+        "num_steps",
+        "step_seconds",
+        "forecast_step_seconds",
+        "forecast_ratio",
+        "mfu",
+        "data_wait",
+        "device_wait",
+        "memory_bytes",
+        "eta_seconds",
+    ]
+)
+"""Names in the records of training steps that no term of a task may have."""
+
+
 class Task(ABC):
     """Loss and metrics, a frozen value."""
+
+    shares: ClassVar[Collection[str]] = ("*accuracy",)
+    """Terms that are shares of 1 and shown in per cent; ``*`` in a name stands for any text."""
 
     @abstractmethod
     def terms(
         self, model: Any, batch: Mapping[str, "jax.Array"], train: bool
     ) -> "Mapping[str, jax.Array | Mean]":
-        """Named values of a batch; ``loss`` is minimised, the others are reported.
+        """Named values of a batch; ``loss`` is minimised, the others are reported, under any name but :data:`RESERVED_TERMS`.
 
         A value is f32[batch], one number an example (averaged over the examples that are not
         padding), or a :class:`Mean`.
@@ -356,6 +384,28 @@ class Task(ABC):
             for name, value in self.terms(model, batch, False).items()
             if not isinstance(value, Mean)
         }
+
+
+def check_terms(task: Task, names: Collection[str]) -> None:
+    """Checks the names of a task's terms.
+
+    Raises:
+        OptionError: a name is reserved, none is ``loss``, or the shares are a text.
+    """
+    kind = type(task).__name__
+    for name in names:
+        if name in RESERVED_TERMS:
+            raise OptionError(
+                f"the task {kind} has a term {name!r}, which records of training steps use for a figure of their own; give it another name, such as 'task_{name}'"
+            )
+    if isinstance(task.shares, str):
+        raise OptionError(
+            f"shares of the task {kind} is {task.shares!r}; give the names of terms in a tuple: ({task.shares!r},)"
+        )
+    if "loss" not in names:
+        raise OptionError(
+            f"the task {kind} has no term 'loss' to minimise{nearest('loss', names)}; it has {', '.join(sorted(names))}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

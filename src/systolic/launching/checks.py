@@ -136,18 +136,18 @@ def check_sizes(request: LaunchRequest, command: Request[Any], job: Job) -> None
     on, devices = request.on, command.verb.for_devices
     if request.via == "local":
         # The processes form one slice of CPU devices, whatever slices they stand in for.
-        _settle(job, on.num_devices, 1, devices)
+        _check_layout(job, on.num_devices, 1, devices)
     elif devices is None or devices <= on.num_devices:
-        job.settle(on)
+        job.for_slice(on)
     else:
-        _settle(job, on.num_devices, on.num_slices, devices)
+        _check_layout(job, on.num_devices, on.num_slices, devices)
     for left in range(request.min_slices or on.num_slices, on.num_slices):
         slices = 1 if request.via == "local" else left
-        _settle(job, on.num_devices // on.num_slices * left, slices, on.num_devices)
+        _check_layout(job, on.num_devices // on.num_slices * left, slices, on.num_devices)
 
 
-def _settle(job: Job, num_devices: int, num_slices: int, meant: int | None) -> None:
-    fewer = None if meant is None else on_fewer(job, meant, num_devices, num_slices)
+def _check_layout(job: Job, num_devices: int, num_slices: int, intended: int | None) -> None:
+    fewer = None if intended is None else on_fewer(job, intended, num_devices, num_slices)
     (job if fewer is None else fewer.job).on(num_devices, num_slices)
 
 

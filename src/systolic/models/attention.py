@@ -1,16 +1,7 @@
-"""Attention by target platform: splash on TPU, cuDNN on GPU, XLA elsewhere.
+"""Attention by target platform: splash on TPU, cuDNN on GPU, XLA elsewhere; with its masks, what changes its logits, and the order of a sequence over the context axis.
 
 The kernel is chosen from where the program *will run* and from the shapes, never from the devices
 of the machine that traces it. A shape that rules a kernel out is reported with ``target.note``.
-
-Masks of attention, and scale, soft cap and sinks of its logits: the arguments of every kernel.
-
-The order in which a sequence lies over the context axis, so that a causal mask gives each device equal work.
-
-In natural order the device with the end of the sequence compares its queries with all keys, the one
-with the start with few: of ``n`` devices the last does ``2 - 1 / n`` times the mean. Here each device
-holds two chunks, one from the start and one from the end (0 and 2n-1, 1 and 2n-2, ...), whose work
-adds up to the same. Only attention, and what looks at neighbours, has to know.
 """
 
 import enum
@@ -34,7 +25,13 @@ long for any row, what equal work saves grows with it.
 
 @dataclass(frozen=True)
 class BalancedOrder:
-    """A sequence of ``2 * ways`` chunks, over ``ways`` devices."""
+    """A sequence of ``2 * ways`` chunks, over ``ways`` devices.
+
+    In natural order the device with the end of the sequence compares its queries with all keys, the one
+    with the start with few: of ``n`` devices the last does ``2 - 1 / n`` times the mean. Here each device
+    holds two chunks, one from the start and one from the end (0 and 2n-1, 1 and 2n-2, ...), whose work
+    adds up to the same. Only attention, and what looks at neighbours, has to know.
+    """
 
     ways: int
 

@@ -54,7 +54,7 @@ class Family:
     """Rules between the weights of a config.json's model and ours."""
     config: Callable[[Model], dict[str, Any]]
     """A config.json for a model of ours, that transformers reads; raises OptionError for one that it can't say."""
-    settle: "Callable[[Config, Tensors], tuple[Config, Tensors]]" = as_given
+    canonical: "Callable[[Config, Tensors], tuple[Config, Tensors]]" = as_given
     """A folder's config.json and tensors as the other three take them, where files differ in names or parts.
 
     To be applied to what a folder holds, before anything else.

@@ -1,11 +1,4 @@
-"""Layers that the image models and the encoder share.
-
-Initial values of parameters.
-
-Rematerialisation: which activations of a layer are saved for the backward pass.
-
-The residual stream between the blocks of a transformer, which the tensor axis may split.
-"""
+"""Parts that models share: layers, initial values, what rematerialisation saves, and the residual stream between blocks, which the tensor axis may split."""
 
 from collections.abc import Callable
 from typing import Any

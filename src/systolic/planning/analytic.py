@@ -129,9 +129,9 @@ def facts_of(job: Job) -> Facts:
     per_example = fields["tokens"].shape[0] if unit == "tokens" else 1
     known, flops = job.model.outline(Layout()), job.forward_flops
     if known is None or flops is None:
-        from systolic.steps.outline import count
+        from systolic.steps.step_functions import parameters_and_flops
 
-        parameters, forward = count(job)
+        parameters, forward = parameters_and_flops(job)
     else:
         parameters, forward = known.parameters, flops
     return Facts(

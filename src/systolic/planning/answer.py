@@ -1,7 +1,4 @@
-"""From a search to the plan that is answered and kept: with its wall-clock, its notes and the file that has the best so far.
-
-A goal as it is asked for, and the one that a job and its slices make of it.
-"""
+"""From a search to the plan that is answered and kept, with its wall-clock and notes; and from the goal that a user gives to the goal of a job and its slices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

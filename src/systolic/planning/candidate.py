@@ -1,7 +1,4 @@
-"""One point of the search: a slice, a layout, a batch, a precision and compiler flags.
-
-Change of a candidate's settings, tried by a search and advised by an explanation.
-"""
+"""One point of the search (slice, layout, batch, precision, compiler flags), and a change of its settings, tried by a search and advised by an explanation."""
 
 import enum
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,4 @@
-"""``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best.
-
-Slices that a plan is over: names, chips that stand for all of their slices, and ``any``.
-"""
+"""``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best, of slices given by name, by chip or as ``any``."""
 
 import tempfile
 import time

@@ -1,11 +1,4 @@
-"""Survey before any compile: analyses every layout of every slice and refuses impossible ones with figures.
-
-Neighbours of a compiled candidate: what a local search tries next, each with all that must change with it.
-
-A change of one setting alone often does not fit or does not divide: fewer passes need more loss chunks, another mesh
-another number of passes. A neighbour therefore differs in up to two of mesh, passes and rematerialisation, with any
-number of loss chunks, or in one of the settings that the analytic model can't tell apart.
-"""
+"""Candidates of a search: a survey of every layout of every slice, which refuses impossible ones with figures before any compile, and the neighbours of a compiled one."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,6 +147,10 @@ class Neighbour:
 
 def neighbours(facts: Facts, base: Candidate, freedom: Freedom, tight: bool) -> list[Neighbour]:
     """Neighbours of a candidate, each once, without the candidate itself.
+
+    A change of one setting alone often does not fit or does not divide: fewer passes need more loss chunks, another mesh
+    another number of passes. A neighbour therefore differs in up to two of mesh, passes and rematerialisation, with any
+    number of loss chunks, or in one of the settings that the analytic model can't tell apart.
 
     Args:
         facts: Facts of the job.

@@ -1,9 +1,4 @@
-"""Goal of a plan: the shortest time, the lowest cost or energy, a deadline, a budget.
-
-Limits of a search: compiles, time and workers.
-
-Objective of a plan, and the price that cost is computed with.
-"""
+"""Goal of a plan (the shortest time, the lowest cost or energy, a deadline, a budget), its price, and limits of the search: compiles, time, workers."""
 
 import enum
 import re
@@ -215,7 +210,7 @@ def span(text: str) -> float:
 
 WORKER_BYTES = 4 * 2**30
 """Memory of one compile of a large program."""
-SETTLE_SECONDS = 900.0
+FINALIST_SECONDS = 900.0
 """Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
 
 
@@ -232,7 +227,7 @@ class Limits:
     """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
     finalists: int = 2
     """Candidates that get a full compile, with the compiler's own cycles."""
-    settle_seconds: float = SETTLE_SECONDS
+    finalist_seconds: float = FINALIST_SECONDS
     """Time limit of the full compiles where ``seconds`` is None."""
 
     @property

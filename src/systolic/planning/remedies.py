@@ -373,7 +373,7 @@ def base_of(facts: Facts, on: Slice, flags: tuple[str, ...] = ()) -> Candidate:
     Raises:
         LayoutError: it does not divide the slice, the model or the batch.
     """
-    job = facts.job.settle(on)
+    job = facts.job.for_slice(on)
     return Candidate(
         on=on,
         layout=job.layout,

@@ -1,7 +1,4 @@
-"""Scores of candidates by their estimates, corrected by the compiles so far.
-
-Correction of the analytic estimates by this search's compiles, with its uncertainty, by kind of layout.
-"""
+"""Scores of candidates: analytic estimates, corrected by the search's compiles so far by kind of layout, with their uncertainty."""
 
 import math
 from dataclasses import dataclass, field

@@ -48,7 +48,7 @@ UNKNOWN = 0.97
 """Ratio to the best score that a change is expected to reach whose effect no estimate knows."""
 MAY_GAIN = 1.05
 """Ratio to the best score, by estimates, up to which a neighbour is compiled."""
-WEARY = 1.02
+REPEAT_PENALTY = 1.02
 """Factor on the expected score for each compile with the same mesh, or of a kind of change that did not gain."""
 CLIMB_PATIENCE = 8
 """Neighbours without a gain after which a climb ends."""
@@ -124,7 +124,7 @@ class Search:
     _survey: Survey = field(init=False)
     _began: float = field(default_factory=time.monotonic)
     _running: deque[tuple[Ranked, PendingForecast]] = field(default_factory=deque)
-    _settling: deque[tuple[Trial, PendingForecast]] = field(default_factory=deque)
+    _finalists: deque[tuple[Trial, PendingForecast]] = field(default_factory=deque)
     _since: int = 0
     _ended: bool = False
 
@@ -225,7 +225,7 @@ class Search:
             if self.leader() is not leader:
                 self._climb(pool, most)
         self._compile_best_first(pool, most)
-        self._settle(pool)
+        self._compile_finalists(pool)
 
     def _compile_best_first(self, pool: CandidateEvaluator, most: int) -> None:
         """Compiles candidates best first, up to ``most`` in the whole search."""
@@ -245,7 +245,9 @@ class Search:
         while count < quota and queue and not self._over() and not self._fruitless():
             meshes = Counter(_mesh(trial.candidate) for trial in self.tried)
             meshes.update(_mesh(ranked.candidate) for ranked, _ in self._running)
-            queue.sort(key=lambda r: self._judge.hopeful(r) * WEARY ** meshes[_mesh(r.candidate)])
+            queue.sort(
+                key=lambda r: self._judge.hopeful(r) * REPEAT_PENALTY ** meshes[_mesh(r.candidate)]
+            )
             best = self.best()
             pick = queue[0]
             if self._unfit() >= FEW_UNFIT and len(self.tried) % 2:
@@ -429,7 +431,7 @@ class Search:
             expected = (
                 UNKNOWN * before if not neighbour.estimated else self._judge.beside(ranked, base)
             )
-            expected *= WEARY ** failures.get(neighbour.kind, 0)
+            expected *= REPEAT_PENALTY ** failures.get(neighbour.kind, 0)
             if expected < MAY_GAIN * before:
                 hopeful.append((expected, neighbour))
         hopeful.sort(key=lambda pair: pair[0])
@@ -465,11 +467,11 @@ class Search:
         while self._running:
             self._take()
 
-    def _settle(self, pool: CandidateEvaluator) -> None:
+    def _compile_finalists(self, pool: CandidateEvaluator) -> None:
         """Compiles the best few in full, as many at once as there are workers, the best without one first."""
         submitted: set[Candidate] = set()
         began = time.monotonic()
-        running, most = self._settling, self.limits.finalists
+        running, most = self._finalists, self.limits.finalists
         while True:
             for trial in self.leaders()[:most]:
                 room = len(submitted) < most and len(running) < self.limits.at_once
@@ -489,15 +491,15 @@ class Search:
                 return self._collect()
             elif (
                 self.limits.seconds is None
-                and time.monotonic() - began > self.limits.settle_seconds
+                and time.monotonic() - began > self.limits.finalist_seconds
             ):
                 return self._collect()
 
     def _settled(self) -> None:
         """Replaces the trial of the earliest full compile, whose answer is ready."""
-        trial, pending = self._settling[0]
+        trial, pending = self._finalists[0]
         settled = self._tried(trial.candidate, pending, trial.analysis, full=True)
-        self._settling.popleft()  # only now: an interrupt loses no answer
+        self._finalists.popleft()  # only now: an interrupt loses no answer
         if settled.forecast is not None and trial.forecast is not None:
             settled = replace(settled, schedule_seconds=trial.forecast.step_seconds)
             self.tried[self.tried.index(trial)] = settled
@@ -505,7 +507,7 @@ class Search:
 
     def _collect(self) -> None:
         """Learns from all answers that are ready, in the order of the requests; drops the other requests."""
-        for running, learn in ((self._running, self._learn), (self._settling, self._settled)):
+        for running, learn in ((self._running, self._learn), (self._finalists, self._settled)):
             while running:
                 if running[0][1].wait(0.0):
                     learn()

@@ -25,7 +25,7 @@ from systolic.forecasting.serving.forecast import (
     StepTimes,
     latency,
 )
-from systolic.forecasting.serving.steps import LeastServer, with_formats
+from systolic.forecasting.serving.server_steps import LeastServer, with_formats
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder

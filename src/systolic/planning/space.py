@@ -128,7 +128,7 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
 def check(job: Job, candidate: Candidate) -> str | None:
     """Reason that a candidate's layout does not divide; None when it does."""
     try:
-        candidate.job(job).settle(candidate.on)
+        candidate.job(job).for_slice(candidate.on)
     except SystolicError as error:
         return str(error)
     return None

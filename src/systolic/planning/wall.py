@@ -4,7 +4,6 @@ Whatever the job and the slice don't tell is an assumption, listed with the opti
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def wall_of(facts: Facts, goal: Goal, trial: Trial, conditions: Conditions) -> W
     if forecast is None or total is None or not forecast.step_seconds:
         return None
     on, job, step = trial.candidate.on, facts.job, forecast.step_seconds
-    start, assumptions = _start(forecast.compiler, conditions, full=trial.full)
+    start, assumptions = _start(forecast.compiler.seconds, conditions, full=trial.full)
     rate = conditions.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND
     if conditions.storage_bytes_per_second is None:
         assumptions.append(
@@ -150,12 +149,12 @@ def wall_of(facts: Facts, goal: Goal, trial: Trial, conditions: Conditions) -> W
 
 
 def _start(
-    compiler: Mapping[str, Any], conditions: Conditions, *, full: bool
+    compile_seconds: float | None, conditions: Conditions, *, full: bool
 ) -> tuple[float, list[str]]:
     """Seconds of one start, and what is assumed of them."""
     if conditions.start_seconds is not None:
         return conditions.start_seconds, []
-    known = float(compiler.get("seconds") or 0.0)
+    known = compile_seconds or 0.0
     text = f"start-up of {duration(START_SECONDS)} besides compiling: assumed"
     if known:
         depth = "in full" if full else "up to the schedule, a full compile takes longer"

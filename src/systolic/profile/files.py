@@ -1,7 +1,4 @@
-"""Files of a profile: which of a path belong together, and what a file is that is none.
-
-Files of one folder that are of one run: its hosts, each with a file of its own.
-"""
+"""Files of a profile: which of a path are of one run, a file a host, and the kind of a file that is no profile."""
 
 import gzip
 import os

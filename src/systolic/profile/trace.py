@@ -1,9 +1,4 @@
-"""Content of a profile as plain values, whatever file it came from: a device's ops and runs, the host's threads.
-
-Planes of a profile: lines of events with stats, from an ``xplane.pb`` or a ``trace.json``.
-
-Intervals of time: pairs of start and end, in seconds.
-"""
+"""Content of a profile as plain values, whatever file it came from: planes of lines of events, a device's ops and runs, the host's threads, intervals of seconds."""
 
 import enum
 import re

@@ -19,7 +19,7 @@ from systolic.inference.model import Metrics, TrainedModel
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.tasks.language import LanguageModel
 
 if TYPE_CHECKING:

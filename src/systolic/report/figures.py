@@ -2,8 +2,9 @@
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from systolic.core.units import duration, gibibytes, si
@@ -20,6 +21,7 @@ _LABELS = {
     "diagnose": "diagnosis",
     "start": "start-up",
 }
+_SPLITS = ("validation_", "test_")
 
 
 def figure(value: Any) -> str:
@@ -97,19 +99,22 @@ def label(name: str) -> str:
     return _LABELS.get(name, name.replace("_", " "))
 
 
-def is_share(name: str) -> bool:
-    """Whether a metric of this name is a share of 1, shown as per cent."""
-    return name.endswith(("accuracy", "_rate", "_share"))
+def is_share(name: str, shares: Collection[str]) -> bool:
+    """Whether a metric is among the shares of its task (:attr:`systolic.job.Task.shares`), of any split."""
+    term = next((name.removeprefix(split) for split in _SPLITS if name.startswith(split)), name)
+    return any(fnmatchcase(term, pattern) for pattern in shares)
 
 
-def metric(name: str, value: Any) -> str:
-    """A metric by its name: accuracies and other shares as per cent, the rest as plain numbers."""
-    return percent(value) if is_share(name) else figure(value)
+def metric(name: str, value: Any, shares: Collection[str]) -> str:
+    """A metric: a share of its task as per cent, any other as a plain number."""
+    return percent(value) if is_share(name, shares) else figure(value)
 
 
-def metrics_text(metrics: Mapping[str, Any]) -> str:
+def metrics_text(metrics: Mapping[str, Any], shares: Collection[str]) -> str:
     """Metrics as ``loss 1.90, bits per byte 2.74``."""
-    return ", ".join(f"{label(name)} {metric(name, value)}" for name, value in metrics.items())
+    return ", ".join(
+        f"{label(name)} {metric(name, value, shares)}" for name, value in metrics.items()
+    )
 
 
 def count(value: Any) -> str:

@@ -1,7 +1,4 @@
-"""JSON on stdout, progress and warnings on stderr.
-
-The command line's reporter: progress and warnings on stderr.
-"""
+"""Results on stdout as JSON, and the command line's reporter: progress and warnings on stderr."""
 
 import json
 import math

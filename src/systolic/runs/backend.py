@@ -1,6 +1,6 @@
-"""Orbax: asynchronous saves with retention, and loads. Imported only when a checkpoint is touched.
+"""Orbax: asynchronous saves with retention, and loads, imported only when a checkpoint is touched.
 
-Suppresses log messages around a failed save, which the run reports in one line.
+Its log messages around a failed save are suppressed, since the run reports it in one line.
 """
 
 import base64

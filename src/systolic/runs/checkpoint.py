@@ -3,8 +3,6 @@
 A checkpoint is one folder per step, written by Orbax: one item per top-level part of the state
 (``params``, ``optimizer``, ...), so a reader takes only what it needs. Its manifest commits in the
 same rename, hence a folder without one is not a checkpoint of ours and is never restored.
-
-A save in progress.
 """
 
 import contextlib
@@ -214,7 +212,7 @@ class CheckpointStore:
         import jax
 
         self._require_write()
-        self._settle()
+        self._commit_save()
         if step in self._written:
             return False
         if self.peers.part is not None and self.path(step).exists():
@@ -254,7 +252,7 @@ class CheckpointStore:
             NotFoundError: there is no such checkpoint, or its manifest is damaged.
         """
         self._require_write()
-        self._settle()
+        self._commit_save()
         self.metrics(step)
         rated = dataclasses.replace(self._manifest(step), metrics=finite(metrics))
         if self._first():
@@ -273,7 +271,7 @@ class CheckpointStore:
             RunError: the save failed; names the intact checkpoint.
         """
         if self._flight is not None and not self._saver.saving():
-            self._settle()
+            self._commit_save()
         return self._news.popleft() if self._news else None
 
     def wait(self) -> SavedCheckpoint | None:
@@ -282,7 +280,7 @@ class CheckpointStore:
         Raises:
             RunError: the save failed; names the intact checkpoint.
         """
-        self._settle()
+        self._commit_save()
         return self._news.popleft() if self._news else None
 
     def restore(
@@ -309,7 +307,7 @@ class CheckpointStore:
             NotFoundError: there is no such checkpoint.
             RunError: none is intact, or it holds another model; names the first path that differs.
         """
-        self._settle()
+        self._commit_save()
         wanted = {
             path: leaf
             for path, leaf in tree.flatten(abstract_state).items()
@@ -354,7 +352,7 @@ class CheckpointStore:
             The steps that were removed.
         """
         self._require_write()
-        self._settle()
+        self._commit_save()
         later = [newer for newer in self._folders() if newer > step]
         for newer in later:
             try:
@@ -375,11 +373,11 @@ class CheckpointStore:
             RunError: that save failed.
         """
         try:
-            self._settle()
+            self._commit_save()
         finally:
             self._close_saver()
 
-    def _settle(self) -> None:
+    def _commit_save(self) -> None:
         flight = self._flight
         if flight is None:
             return

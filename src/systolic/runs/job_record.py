@@ -1,7 +1,4 @@
-"""job.json of a run as one value; files of earlier versions read as far as they go.
-
-A Job made again from JSON, for runs that no recipe made and for Bundles: of this package's own types only.
-"""
+"""job.json of a run as one value, read from files of earlier versions as far as they go; and a Job made from its JSON again, with types of this package only."""
 
 import typing
 from collections.abc import Iterator, Mapping

@@ -189,6 +189,8 @@ class StartRecord(LoggedRecord, frozen=True, kw_only=True):
     """Sizes of the mesh axes."""
     resumed_from: int | None = None
     """Step of the checkpoint that it continued from."""
+    shares: tuple[str, ...] = ("*accuracy", "*_rate", "*_share")
+    """The task's terms that are shares of 1; versions before have none and show these names so."""
 
 
 class TrainRecord(LoggedRecord, frozen=True, kw_only=True):

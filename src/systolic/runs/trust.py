@@ -1,10 +1,4 @@
-"""Check that a run's code may be executed: it belongs to the user, or the user has trusted it before.
-
-A run contains a copy of its recipe's Python file, which anyone with write access can change. The
-code of a run that others can write is therefore executed only after the user has trusted its digest.
-
-Check that this version reads a run's weights like the version that trained them.
-"""
+"""Check that a run's code may be executed: it belongs to the user, or the user has trusted it before."""
 
 import hashlib
 import os
@@ -26,6 +20,9 @@ def config_home() -> Path:
 
 def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
     """Checks that the code of a run may be executed.
+
+    A run contains a copy of its recipe's Python file, which anyone with write access can change. The
+    code of a run that others can write is therefore executed only after the user has trusted its digest.
 
     Args:
         run: The run's directory.

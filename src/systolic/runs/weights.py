@@ -17,7 +17,7 @@ from systolic.runs.checkpoint import CheckpointStore
 from systolic.runs.job_record import JobRecord, check_revision, read_record
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.run import JOB, Run
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

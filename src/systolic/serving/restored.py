@@ -10,8 +10,8 @@ from systolic.job import Job, Quantization, WeightFormat
 from systolic.models.decoder.config import Decoder
 
 if TYPE_CHECKING:
-    from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
+    from systolic.setup import Setup
 
 MULTIPLIED = WeightFormat.int8, WeightFormat.w8a8
 """Formats whose codes are multiplied as they are, see :func:`systolic.models.linear.codes_product`."""

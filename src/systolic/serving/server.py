@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.replicas import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
-    from systolic.steps.steps import StepFunctions
+    from systolic.steps.step_functions import StepFunctions
 
 SHOWN = 3
 """Models inside a folder that a message names."""

@@ -1,21 +1,8 @@
-"""Rooflines: seconds of a program from its FLOPs and bytes, where no schedule of the chip is known.
+"""Rooflines: seconds of a program from its FLOPs and bytes, where no schedule of the chip is known; on CPUs and GPUs with a range for sorts, gathers, scatters, windows and FFTs.
 
 Each op takes the longest of its matrix work, its memory traffic and its elementwise work, at rates
 that were measured on good shapes; ops and collectives follow each other. That says what the hardware
 allows a program, not what a compiler makes of it.
-
-Sorts, gathers, scatters, windows and FFTs on CPUs and GPUs: estimates, each with a range.
-
-Their bytes alone say nothing of a sort, and too little of single elements that are gathered or scattered: memory
-moves whole cache lines (64 bytes of a CPU) or sectors (32 bytes of a GPU).
-
-- Sort. XLA:CPU sorts in one thread and calls the comparator n log2 n times a row. A GPU reads and writes all operands once for
-  each byte of the keys, and the keys once before (radix sort; Adinets and Merrill, Onesweep, arXiv 2206.01784).
-  Where XLA has no radix sort for the comparator it emits a bitonic network, whose passes over memory are the upper end.
-- Gather and scatter. Each run of elements that lie side by side touches whole lines; a scatter reads and writes them.
-  An operand that a cache holds is read at most once from memory, which is the lower end.
-- Windows (cumulative sums, pooling): an operation for each element of each window.
-- FFT: 5 n log2 n FLOPs (Cooley and Tukey), and on a GPU another pass over memory for sizes beyond one block of threads.
 """
 
 import enum
@@ -100,7 +87,19 @@ _NOTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IrregularRates:
-    """Rates that these ops take."""
+    """Rates that these ops take.
+
+    Their bytes alone say nothing of a sort, and too little of single elements that are gathered or scattered: memory
+    moves whole cache lines (64 bytes of a CPU) or sectors (32 bytes of a GPU).
+
+    - Sort. XLA:CPU sorts in one thread and calls the comparator n log2 n times a row. A GPU reads and writes all operands once for
+      each byte of the keys, and the keys once before (radix sort; Adinets and Merrill, Onesweep, arXiv 2206.01784).
+      Where XLA has no radix sort for the comparator it emits a bitonic network, whose passes over memory are the upper end.
+    - Gather and scatter. Each run of elements that lie side by side touches whole lines; a scatter reads and writes them.
+      An operand that a cache holds is read at most once from memory, which is the lower end.
+    - Windows (cumulative sums, pooling): an operation for each element of each window.
+    - FFT: 5 n log2 n FLOPs (Cooley and Tukey), and on a GPU another pass over memory for sizes beyond one block of threads.
+    """
 
     memory: float
     """Bytes/s."""

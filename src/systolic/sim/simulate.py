@@ -4,11 +4,6 @@ The TensorCore runs one op after another. A ``-start`` puts its transfer on a la
 DMA engines, the host link, the data-centre network), where transfers follow each other; its
 ``-done`` waits for it. What the core waits is exposed. Loops are simulated once and repeated: a
 transfer may be under way beside a whole loop, and one that begins in a turn ends in it.
-
-Device memory beside itself: transfers into the chip's vector memory run beside ops that read device memory too.
-
-The schedule has them on two lanes. Together they take no less than their bytes at the rate that copies reach, which binds a
-step that does little else than read weights: a token of a server.
 """
 
 from collections import defaultdict
@@ -73,7 +68,12 @@ LANES = ("core", "dma")
 
 
 def memory_seconds(timeline: Timeline, rates: Rates) -> float:
-    """Seconds of device memory in a step: of each span its bytes at the rate of copies, and no more than the span takes."""
+    """Seconds of device memory in a step: of each span its bytes at the rate of copies, and no more than the span takes.
+
+    Transfers into the chip's vector memory run beside ops that read device memory too.
+    The schedule has them on two lanes. Together they take no less than their bytes at the rate that copies reach, which binds a
+    step that does little else than read weights: a token of a server.
+    """
     rate = rates.hbm * DMA_SHARE
     return sum(
         times * min(span.seconds, span.bytes / rate)

@@ -1,7 +1,4 @@
-"""Spans on resources: what a step does when, simulated or measured.
-
-Places in the model, from the path of names that JAX gives an op.
-"""
+"""Spans on resources: what a step does when, simulated or measured, and its place in the model by the names that JAX gives an op."""
 
 import enum
 import re

@@ -28,7 +28,7 @@ from systolic.models.quantized.codes import Quantized, quantized
 from systolic.models.quantized.placement import INT8
 from systolic.steps import flops
 from systolic.steps.network import Arrays
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import RULES, SERVING, SERVING_HEADS
 
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))

@@ -4,15 +4,15 @@ from systolic.data.device_batches import DeviceBatches, share_of
 from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare
 from systolic.job import Job, Layout, Read, Split
 from systolic.job.data import MASK, Batches
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 def training(
-    job: Job, steps: StepFunctions, workers: int, meant: Layout | None = None
+    job: Job, steps: StepFunctions, workers: int, intended: Layout | None = None
 ) -> DeviceBatches:
     """Endless shuffled batches of the job's size, laid out as the train step wants them.
 
-    Where the job was ``meant`` for more devices, the batches are those that more processes like these would read.
+    Where the job was intended for more devices, the batches are those that more processes like these would read.
     """
 
     def read(share: ProcessShare, block: int) -> Batches:
@@ -30,8 +30,8 @@ def training(
 
     share = share_of(steps.batch_shardings[MASK], steps.batch_size)
     count = share.count
-    if meant is not None:
-        count = count * meant.batch_ways // job.layout.batch_ways
+    if intended is not None:
+        count = count * intended.batch_ways // job.layout.batch_ways
     return DeviceBatches(Blocks(job.data, share, read, count), steps.batch_shardings)
 
 

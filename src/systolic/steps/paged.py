@@ -28,7 +28,7 @@ from systolic.steps import paged_sharding
 from systolic.steps.decode import Decode, pick
 from systolic.steps.network import Arrays
 from systolic.steps.sampling import ChosenTokens, score
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 BLOCKS = ("blocks/", "dense_blocks/")
 """Beginnings of the paths of what lies stacked by layers."""

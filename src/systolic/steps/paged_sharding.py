@@ -32,7 +32,7 @@ from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
 from systolic.models.quantized.placement import CODES, SCALES, plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.network import Arrays, ModelStructure
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 PAGED: Mapping[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from systolic.core.shutdown import start_native
 from systolic.job import Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.paged import ApartDecode, PagedSteps, StepInput, StepShape
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 POLL_SECONDS = 0.1
 """Interval of checking for a signal while a thread compiles."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from systolic.data.audio.recordings import Writing
 from systolic.steps.network import Arrays
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 class Written(NamedTuple):

@@ -14,7 +14,7 @@ from systolic.job import Job, Split, Task
 from systolic.job.model import Mean
 from systolic.models.quantized.activation_stats import watch
 from systolic.steps.input import evaluation
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 def input_moments(

@@ -1,7 +1,4 @@
-"""Checkpoints of a training session: restoring, saving and rating.
-
-Progress of a run, kept in a checkpoint beside the arrays.
-"""
+"""Checkpoints of a training session (restored, saved, rated), with the run's progress beside the arrays."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,9 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from systolic.core.errors import OptionError
-from systolic.inference.setup import Setup
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.checkpoint import Restored
+from systolic.setup import Setup
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 
@@ -28,8 +25,8 @@ class TrainingProgress:
     """The best evaluation so far, negated where larger is better."""
     stale: int = 0
     """Evaluations since the best one."""
-    owed: bool = False
-    """Whether a signal ended this step's evaluation early."""
+    evaluation_pending: bool = False
+    """Whether a signal ended this step's evaluation early; in files ``owed``."""
     bad_steps: int = 0
     in_a_row: int = 0
     """Bad steps since the last good one."""
@@ -42,12 +39,15 @@ class TrainingProgress:
 
     def to_json(self) -> dict[str, Any]:
         """Progress as plain values."""
-        return asdict(self)
+        plain = asdict(self)
+        plain["owed"] = plain.pop("evaluation_pending")
+        return plain
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "TrainingProgress":
         """Inverse of :meth:`to_json`."""
-        return cls(**plain)
+        fields = {**plain}
+        return cls(evaluation_pending=fields.pop("owed", False), **fields)
 
     def take(self, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a good step.

@@ -6,9 +6,9 @@ from typing import Any
 
 from systolic.inference import evaluation
 from systolic.inference.evaluation import HaltedError, never, num_batches, reads_all
-from systolic.inference.setup import Setup
 from systolic.job import Job, Split
-from systolic.steps.steps import StepFunctions
+from systolic.setup import Setup
+from systolic.steps.step_functions import StepFunctions
 from systolic.training.distributed.consistency import SameBatches
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
@@ -91,7 +91,7 @@ class Evaluator:
         self.say("eval", **values, batches=batch_count, of=whole, final=final)
         return metrics
 
-    def alike(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether the last evaluation reads as many batches as those during training, so that their metrics compare."""
         job, rule, split = self.setup.job, self.setup.job.evaluation, Split.validation
         last, others = self._examples(self._final_batches()), self._examples(rule.batches)
@@ -135,4 +135,6 @@ class Evaluator:
     def _examples(self, batches: int) -> int:
         """Examples in so many batches of an evaluation on all devices that the job is meant for."""
         setup = self.setup
-        return batches * (setup.steps.batch_size // (setup.meant or setup.job.layout).accumulate)
+        return batches * (
+            setup.steps.batch_size // (setup.intended_layout or setup.job.layout).accumulate
+        )

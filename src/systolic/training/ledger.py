@@ -1,7 +1,4 @@
-"""Ledger of a run's time.
-
-Time and throughput of the steps between two records.
-"""
+"""Ledger of a run's time, and a meter of the steps between two records."""
 
 import enum
 import time
@@ -11,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 
 class Spent(enum.Enum):
@@ -69,7 +66,7 @@ class Ledger:
         self._spent[kind] += seconds
         self.claimed += seconds
 
-    def settle(self, kind: Spent) -> None:
+    def claim_rest(self, kind: Spent) -> None:
         """Claims all time unclaimed so far; only outside of :meth:`spend`."""
         self.add(kind, max(0.0, self.clock() - self.started - self.claimed))
 

@@ -8,10 +8,10 @@ from systolic.core.errors import SystolicError
 from systolic.data.text.chat import Messages
 from systolic.data.text.instructions import Instructions
 from systolic.inference.generation import Generator
-from systolic.inference.setup import Setup
 from systolic.job import Job, Sampling
 from systolic.runs.remote.store import origin
-from systolic.steps.steps import StepFunctions
+from systolic.setup import Setup
+from systolic.steps.step_functions import StepFunctions
 from systolic.training.checkpointing import TrainingProgress
 from systolic.training.ledger import Ledger, Meter
 

@@ -1,11 +1,7 @@
-"""Gradient probes during training: figures of gradients, weights and updates by layer, and their schedule.
+"""Gradient probes during training: gradients, weights and updates by layer, the noise of the gradient, and the schedule of probes.
 
-A probe computes the next step an extra time and keeps only figures, so it does not change training.
-
-Gradient probe: gradients, weights and updates of a step by layer, and the noise of the gradient.
-
-It computes the same as the train step on the same state and batch and returns only figures, so
-that a run with probes is bit for bit the run without.
+A probe computes the next step once more and keeps figures only, so that a run with probes is bit for bit the run
+without.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +16,14 @@ from jax.sharding import PartitionSpec
 from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
-from systolic.inference.setup import Setup
 from systolic.job import Stored
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
+from systolic.setup import Setup
 from systolic.steps.input import training
 from systolic.steps.state import TrainState
-from systolic.steps.steps import Batch, StepFunctions
+from systolic.steps.step_functions import Batch, StepFunctions
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep

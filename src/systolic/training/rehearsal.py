@@ -54,7 +54,7 @@ def checked(source: JobSource, wanted: Slice | str) -> Slice:
         )
     job = source.job
     check_data(job)
-    job.settle(on)
+    job.for_slice(on)
     return on
 
 

@@ -18,14 +18,14 @@ import numpy as np
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import duration, gibibytes
-from systolic.inference.setup import Setup, set_up
 from systolic.job import Batch, Job, Split
 from systolic.runs import CheckpointStore
 from systolic.runs.weights import plain_parameters
+from systolic.setup import Setup, set_up
 from systolic.steps.input import evaluation_rows, training
 from systolic.steps.machine import LocalDevices
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
 from systolic.training.ledger import Ledger, Spent
@@ -89,7 +89,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         kind="virtual cpu",
         peak_bf16_flops_per_second=None,
     )
-    job = job.settle(on)
+    job = job.for_slice(on)
     job.schedule.check_steps(job.steps)
     shape = " x ".join(f"{name} {size}" for name, size in job.layout.mesh_shape.items() if size > 1)
     crossing = f", {job.layout.slices.value} across {on.num_slices} slices"

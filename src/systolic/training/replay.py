@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from systolic.core.errors import DataError
-from systolic.inference.setup import Setup
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
+from systolic.setup import Setup
 
 
 def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:

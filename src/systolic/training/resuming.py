@@ -40,7 +40,7 @@ from systolic.training.session import (
 )
 
 if TYPE_CHECKING:
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,28 +161,26 @@ def continue_run(
         DataError: the run's data has changed.
     """
     ledger, directory, record = ledger or Ledger(), run.directory, run.record
-    resolved(options.flags or "", None)
-    _check_executable(options)
+    _check_options(options)
     job = source.job
     same_job = source.options == run.saved and (run.types is None or _is_same(job, record))
     summary = finished(directory, job, changed=not same_job)
     if summary is not None:
         return _as_it_was(run, summary, run.changes(source), audience)
     options = as_recorded(options, record)
-    plain = recipes.plain(source.options)
-    data = agreed(lambda: check_resume(directory, record, job, plain))
+    data = agreed(lambda: check_resume(directory, record, job, recipes.plain(source.options)))
     flags = kept_flags(record, source.chosen, options.flags)
     job, after = continued(run, source, options, flags)
     if on is not None:
         check_slice(on)
     if source.options.get("tokenizer") == run.saved.get("tokenizer"):
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
-    from systolic.inference.setup import set_up
+    from systolic.setup import set_up
 
     fewer = fewer_devices(job, options, audience)
     setup = set_up(fewer.job if fewer else job, flags=flags.compiler)
-    meant = fewer.meant.layout if fewer else None
-    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    intended = fewer.intended.layout if fewer else None
+    setup = replace(setup, expected=expected(source.chosen), intended_layout=intended)
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
     kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}
@@ -196,18 +194,21 @@ def continue_run(
         if not same_job or _how(after) != _how(record):
             directory.write_job(after.to_json())
 
-    return run_session(setup, directory, options, audience, ledger, loaded=loaded, accept=accept)
+    return run_session(
+        setup, directory, options, audience, ledger, loaded=loaded, resume=True, accept=accept
+    )
 
 
-def _check_executable(options: SessionOptions) -> None:
-    """Checks that the executable exists, before anything is compiled."""
+def _check_options(options: SessionOptions) -> None:
+    """Checks before anything is compiled that the flags are flags and the executable exists."""
+    resolved(options.flags or "", None)
     if options.executable is not None and not options.executable.exists():
         raise NotFoundError(f"{options.executable} does not exist; check the path")
 
 
 def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
     """Adds the run's initial weights to a set-up, as far as its checkpoints don't contain them."""
-    from systolic.inference.setup import with_start
+    from systolic.setup import with_start
 
     fresh = not any(directory.checkpoints.glob("[0-9]*"))
     if record.init_from is not None and fresh:

@@ -1,7 +1,4 @@
-"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step.
-
-Forecast of the train step, shown next to the measurement, and the devices that it is for.
-"""
+"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -31,12 +28,12 @@ from systolic.training.watch import Watcher
 if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
     from systolic.forecasting.profiled import Beside
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 
 def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
-    from systolic.inference.setup import Expected
+    from systolic.setup import Expected
 
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
@@ -211,7 +208,7 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
-    from systolic.inference.setup import set_up, with_start
+    from systolic.setup import set_up, with_start
     from systolic.training import distributed
 
     ledger = ledger or Ledger()
@@ -224,8 +221,8 @@ def start(
     flags = new_flags(options.flags or "", source.chosen)
     fewer = fewer_devices(source.job, options, audience)
     setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
-    meant = None if fewer is None else fewer.meant.layout
-    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    intended = None if fewer is None else fewer.intended.layout
+    setup = replace(setup, expected=expected(source.chosen), intended_layout=intended)
     check_setup(setup, audience)
     setup, begun_with = with_initial(setup, init_from, audience)
     if begun_with is not None and setup.job.adapter:
@@ -236,7 +233,7 @@ def start(
     if begun_with is None:
         setup, origin = with_start(setup)
     record = replace(
-        describe(source, setup.job if fewer is None else fewer.meant, flags, options),
+        describe(source, setup.job if fewer is None else fewer.intended, flags, options),
         init_from=begun_with,
         start=origin,
         data=contents_of(setup.job.data),
@@ -295,6 +292,7 @@ def run_session(
     ledger: Ledger,
     *,
     loaded: "Loaded | None" = None,
+    resume: bool = False,
     accept: Callable[[], None] | None = None,
 ) -> TrainResult:
     """Trains in a run and writes its report.
@@ -306,10 +304,10 @@ def run_session(
         audience: Its watchers are closed.
         ledger: Where the time goes.
         loaded: The train step, compiled elsewhere.
-        accept: Of a run that resumes: called before anything is written, after all checks.
+        resume: Whether the run continues from its newest intact checkpoint; else it begins with the set-up's weights.
+        accept: Called after all checks, before anything is written, in the process that writes.
     """
     from systolic.steps.programs import compiler_cache
-    from systolic.training.display.tensorboard import TensorBoard
     from systolic.training.trainer import Trainer
 
     compiler_cache(str(cache_home() / "xla"))
@@ -323,8 +321,7 @@ def run_session(
                 accept()
             directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
-    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
-    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers, *tensorboard]
+    watchers = _watchers(directory, audience)
     trainer = Trainer(
         setup=setup,
         run=directory,
@@ -340,13 +337,23 @@ def run_session(
     )
     try:
         with working(setup.job.name):
-            summary = trainer.train(accept is not None)
+            summary = trainer.train(resume=resume)
     finally:
         for watcher in watchers:
             watcher.close()
         if writes and accepted:
             _report(directory, audience)
     return _finished(TrainResult(run=directory.path, summary=summary), directory, options, audience)
+
+
+def _watchers(directory: Run, audience: Audience) -> list[Watcher]:
+    """Receivers of a session's records."""
+    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers]
+    if directory.access is Access.write:
+        from systolic.training.display.tensorboard import TensorBoard
+
+        watchers.append(TensorBoard(directory.tensorboard))
+    return watchers
 
 
 def describe(
@@ -422,7 +429,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
     Raises:
         NotFoundError: there is no such file.
     """
-    from systolic.inference.setup import with_start
+    from systolic.setup import with_start
 
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
@@ -430,7 +437,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         job = run_files.rebuild(directory, trust_code=trust).job
         record = read_record(directory)
         flags = kept_flags(record, record.plan)
-        from systolic.inference.setup import set_up
+        from systolic.setup import set_up
         from systolic.training.replay import replay as again
 
         setup = set_up(job, flags=flags.compiler)

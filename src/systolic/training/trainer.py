@@ -17,11 +17,11 @@ from systolic.core.errors import RunError
 from systolic.data.host_shard import first_reader
 from systolic.data.input_files import FILES
 from systolic.data.text.instructions import Instructions
-from systolic.inference.setup import Setup, computed_in
 from systolic.job import GuardRule, Mode, Split
 from systolic.runs import Run
 from systolic.runs.checkpoint import Restored
 from systolic.runs.weights import plain_parameters
+from systolic.setup import Setup, computed_in
 from systolic.steps.input import training
 from systolic.training import distributed
 from systolic.training.checkpointing import Checkpointer, TrainingProgress
@@ -134,7 +134,7 @@ class Trainer:
 
     # Records
 
-    def say(self, kind: str, **values: Any) -> None:
+    def say(self, kind: str, /, **values: Any) -> None:
         """Writes a record and gives it to the watchers, in the first process only."""
         if not distributed.is_first():
             return
@@ -160,7 +160,7 @@ class Trainer:
 
     # The session
 
-    def train(self, resume: bool = False) -> dict[str, Any]:
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Trains to the job's last step, an early stop or an interruption; returns the summary.
 
         Raises:
@@ -175,11 +175,11 @@ class Trainer:
         require_same_job(self.setup)
         require_same_data(self.job.data)
         with self.heartbeat, Interrupt() as interrupt:
-            feed = training(self.job, self.steps, self.workers, self.setup.meant)
+            feed = training(self.job, self.steps, self.workers, self.setup.intended_layout)
             try:
                 state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)
-                self.ledger.settle(Spent.start)
+                self.ledger.claim_rest(Spent.start)
                 self.meter = Meter(self.setup, self.ledger, self.progress.step)
                 with self.ledger.spend(Spent.step):
                     state = self._loop(state, feed, interrupt)
@@ -226,6 +226,7 @@ class Trainer:
             workers=self.workers,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
+            shares=list(self.job.task.shares),
         )
         for note in self.job.data.notes():
             self.caution("data", note)
@@ -266,7 +267,7 @@ class Trainer:
         ends = self.progress.step >= self.job.steps or bool(self.stop_reason)
         if record["kind"] == "eval":
             last = ends and self._unranked()
-            return ends if record.get("final") else self.progress.owed or last
+            return ends if record.get("final") else self.progress.evaluation_pending or last
         return ends and record["kind"] == "sample"
 
     def _say_restored(self, restored: Any, resume: bool) -> None:
@@ -291,7 +292,7 @@ class Trainer:
         """Runs steps to the job's last one, an early stop or a signal."""
         pending: deque[Pending] = deque()
         ledger, progress = self.ledger, self.progress
-        if progress.owed:
+        if progress.evaluation_pending:
             self._milestone(state, feed, interrupt)
         while progress.step < self.job.steps and not self.stop_reason:
             if interrupt.soon():
@@ -421,11 +422,11 @@ class Trainer:
 
     def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
         """Evaluates, saves a checkpoint, or both."""
-        metrics, self.progress.owed = None, False
+        metrics, self.progress.evaluation_pending = None, False
         if self._evaluates():
             batches = self.job.evaluation.batches
             metrics = self.evaluator(state, Split.validation, batches, interrupt)
-            self.progress.owed = metrics is None
+            self.progress.evaluation_pending = metrics is None
         if metrics is not None:
             rule = self.job.evaluation
             sign = 1 if rule.mode is Mode.min else -1
@@ -458,7 +459,7 @@ class Trainer:
         self.checkpointer.save(state, feed, self.progress, None)
         ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
-        if self.evaluator.alike():
+        if self.evaluator.is_comparable():
             # Ranks by validation only, so that test metrics stay unbiased.
             ranked = measured.get(Split.validation)
         if ranked is not None:
@@ -501,7 +502,9 @@ class Trainer:
     def _unranked(self) -> bool:
         """Whether the last checkpoint needs its own evaluation to be compared with earlier ones."""
         unrated = self.checkpointer.unrated(self.progress.step)
-        return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
+        return (
+            unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.is_comparable()
+        )
 
     def _sample(self, state: Any) -> None:
         """Records the text that a language model generates after the job's prompt; once a step, and no more after a failure."""

@@ -447,6 +447,7 @@ class Tuning:
             total=max(self.trials, len(rows)),
             searched=self.searched,
             aims=self.aims,
+            shares=self.job.task.shares,
             importance=importance(shared.study, self.aims, self.searched) if weighed else {},
             stopped=stopped,
             price_region=region,

@@ -1,17 +1,14 @@
-"""Results of a study: its trials as rows, and the best ones.
-
-Best values at an end of their range, with the wider range to search.
-"""
+"""Results of a study: its trials as rows, the best ones, and those at an end of their range with the wider range to search."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
-from systolic.job import Mode
+from systolic.job import Mode, Task
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, TrialNotes, notes_of
@@ -153,6 +150,8 @@ class StudyResult:
     aims: Sequence[Aim]
     importance: Mapping[str, float]
     """Option to its share in the variance of the results, summing to 1; empty for too few results."""
+    shares: Collection[str] = Task.shares
+    """Metrics of the task that are shares of 1."""
     command: str = ""
     """Command that trains the best settings at full size; empty without a result."""
     stopped: str = ""

@@ -169,7 +169,7 @@ class SharedStudy:
             unless_open.callback(self.close)
             self._claims = _claims(where, self._engine, stale_seconds)
             self._study, self._study_id = self._open(directions)
-            self.settle(definition)
+            self.agree_on(definition)
             unless_open.pop_all()
 
     def _open(self, directions: Sequence[str]) -> tuple[Any, int]:
@@ -184,7 +184,7 @@ class SharedStudy:
             )
             return study, self._storage.get_study_id_from_name(name)
 
-    def settle(self, definition: Mapping[str, Any]) -> None:
+    def agree_on(self, definition: Mapping[str, Any]) -> None:
         """Checks a definition against the stored one; parts that the study lacks are added, since earlier versions stored fewer.
 
         Raises:
@@ -273,7 +273,7 @@ class SharedStudy:
         waiting = optuna().trial.TrialState.WAITING
         while True:
             trials = self._read(total)
-            if self._settle_running(trials, is_busy):
+            if self._release_dead(trials, is_busy):
                 continue
             free = [
                 (trial, claim)
@@ -328,10 +328,10 @@ class SharedStudy:
         """Moves a trial from running back to waiting; False if it is no longer this worker's."""
         return self._claims.release(self._key(number), worker)
 
-    def _settle_running(
+    def _release_dead(
         self, trials: Sequence[tuple[Any, Claim | None]], is_busy: Callable[[int], bool]
     ) -> bool:
-        """Settles trials whose worker died: a process of this machine that has ended, or a worker without heartbeats.
+        """Ends or releases trials whose worker died: a process of this machine that has ended, or a worker without heartbeats.
 
         A trial that its worker ended is told to Optuna, another one is released. One that runs without a claim was
         started by an earlier version, and gets one. Returns whether any has changed.

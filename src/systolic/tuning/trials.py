@@ -122,7 +122,7 @@ class TrialWorker:
         own = self.tuning.job.evaluation.metric
         if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
             return
-        from systolic.inference.setup import set_up
+        from systolic.setup import set_up
 
         setup = set_up(self.tuning.job)
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))
@@ -133,7 +133,7 @@ class TrialWorker:
         job, searched = self.tuning.job, [option.name for option in self.tuning.searched]
         if job.precision is Precision.auto and "precision" not in searched:
             own = job.precision.resolve(LocalDevices.here().platform)
-            self.shared.settle({"precision": own.value})
+            self.shared.agree_on({"precision": own.value})
 
     def _check_batch(self) -> None:
         """Checks that a batch per device makes the same batch on all machines of the study and on the forecast's slice.
@@ -152,7 +152,7 @@ class TrialWorker:
             raise OptionError(
                 f"the batch is per device, and {tuning.on} has {there} devices and this machine {here}, so that the forecast would be for another batch; give --batch, or leave out --on"
             )
-        self.shared.settle({"devices": here})
+        self.shared.agree_on({"devices": here})
 
     def _is_busy(self, number: int) -> bool:
         """Whether a process is training a trial: a suspended worker sends no heartbeats, and is not dead."""

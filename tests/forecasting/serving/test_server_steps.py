@@ -8,10 +8,10 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import PagedProgram, ServingProgram
-from systolic.compiling.steps import _read_share
+from systolic.compiling.tracing import _read_share
 from systolic.core.errors import OptionError
 from systolic.forecasting.serving.forecast import Load
-from systolic.forecasting.serving.steps import (
+from systolic.forecasting.serving.server_steps import (
     CHOICE_LOGITS,
     BatchSteps,
     EngineSteps,

@@ -18,7 +18,7 @@ from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder
 from systolic.recipes.digits import digits
 from systolic.runs.weights import Weights
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.tasks.embedding import Embedding
 from systolic.steps.tasks.transcription import Transcription
 from tests.models import encoders, images, speech

@@ -88,7 +88,7 @@ def test_bert_agrees_with_transformers(name: str, fields: dict[str, Any], tmp_pa
 
 def known_file(theirs: Any, folder: Path) -> tuple[Any, Any]:
     config, tensors = saved(theirs, folder)
-    return family(config, "the model").settle(config, tensors)
+    return family(config, "the model").canonical(config, tensors)
 
 
 def test_an_exported_encoder_opens_in_transformers(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_old_files_and_files_with_other_parts(tmp_path: Path) -> None:
             token_type_ids=torch.tensor(types),
         ).last_hidden_state.numpy()
     for architectures, head in ((["BertForMaskedLM"], True), (["BertModel"], False), ([], True)):
-        settled = known.settle({**config, "architectures": architectures}, old)
+        settled = known.canonical({**config, "architectures": architectures}, old)
         ours, _ = converted(known, *settled)
         model = known.model(settled[0])
         assert isinstance(model, Encoder)
@@ -139,7 +139,7 @@ def test_old_files_and_files_with_other_parts(tmp_path: Path) -> None:
         real = there.astype(bool)
         assert relative(hidden(ours, tokens, types, there)[real], told[real]) <= 1e-4
     bare = {key: one for key, one in tensors.items() if ".pooler." not in key and "cls." not in key}
-    settled = known.settle({**config, "architectures": ["BertModel"]}, bare)
+    settled = known.canonical({**config, "architectures": ["BertModel"]}, bare)
     model = known.model(settled[0])
     assert isinstance(model, Encoder)
     assert (model.head, model.pooler) == (False, False)

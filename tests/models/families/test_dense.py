@@ -125,7 +125,7 @@ def test_the_text_part_of_a_multimodal_gemma(tmp_path: Path) -> None:
     fields, tensors = saved(theirs, tmp_path)
     known = family(fields, "the model")
     assert fields["model_type"] == "gemma3"
-    settled, tensors = known.settle(fields, tensors)
+    settled, tensors = known.canonical(fields, tensors)
     ours, _ = converted(known, settled, tensors)
     graph, state = nnx.split(ours)
     tokens = TOKENS % 119
@@ -144,7 +144,7 @@ def test_first_files_of_gpt2_have_no_prefix() -> None:
     trunk["h.0.attn.bias"] = Held(np.ones((1, 1, 40, 40), np.float32))
     config = theirs.config.to_dict()
     known = family(config, "the model")
-    settled, tensors = known.settle(config, trunk)
+    settled, tensors = known.canonical(config, trunk)
     ours, _ = converted(known, settled, tensors)
     tokens = jnp.asarray(TOKENS)
     made = jax.jit(lambda tokens: ours(tokens, jnp.ones_like(tokens), POSITIONS))(tokens)

@@ -11,6 +11,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.files import write_json
+from systolic.forecasting.cost import ForecastCompile
 from systolic.job import Remat
 from systolic.planning.display import readings
 from systolic.planning.display.page import chart, places, render, torus
@@ -264,7 +265,7 @@ def test_places_come_from_the_compiled_program(tmp_path: Path) -> None:
     one = plan().tried[0]
     assert one.forecast is not None
     assert places(one, tmp_path) == []
-    named = replace(one, forecast=replace(one.forecast, compiler={"program": "abcd"}))
+    named = replace(one, forecast=replace(one.forecast, compiler=ForecastCompile(program="abcd")))
     assert places(named, tmp_path) == []
     report = hlo.report("lm-v5e-4")
     write_json(tmp_path / "programs" / "ab" / "abcd" / "report.json", report)

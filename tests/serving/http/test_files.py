@@ -25,7 +25,7 @@ from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BatchOptions, InputLimits, Shapes
 from systolic.serving.batch.model import batch_model
 from systolic.serving.registry import ServedBatch
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from tests.formats import test_speech
 from tests.models import images
 from tests.serving.http.running import Running, running

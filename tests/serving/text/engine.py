@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.inference.setup import set_up
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.sequence import EngineWatcher
+from systolic.setup import set_up
 from tests.cli.tiny import job
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)

@@ -26,7 +26,7 @@ from systolic.serving.text.sequence import EngineLoad, StepFacts
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, ServingLayout
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests import weights
 from tests.cli.tiny import job

@@ -14,8 +14,8 @@ import numpy as np
 
 from systolic.data.arrays import Arrays
 from systolic.data.host_shard import first_reader
-from systolic.inference.setup import Setup, first_state, set_up
 from systolic.job import Job, Layout, Read, Split
+from systolic.setup import Setup, first_state, set_up
 from systolic.steps.input import evaluation, training
 from systolic.steps.machine import LocalDevices
 from systolic.training import distributed

@@ -20,8 +20,8 @@ from systolic.data.input_files import Skipped
 from systolic.data.text.documents import Documents
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.packing import Packing
-from systolic.inference.setup import set_up
 from systolic.job import Data, Layout, Read, Split
+from systolic.setup import set_up
 from systolic.steps.input import training
 from systolic.training import distributed
 from systolic.training.distributed.consistency import (

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from systolic.comparing.comparison import ComparedModel, Comparison
-from systolic.comparing.speeds import ModelSpeeds
+from systolic.comparing.speeds import EvalForecast, ModelSpeeds, ServerForecast
 from systolic.core.units import duration, si
+from systolic.forecasting.serving.forecast import ServingPoint
 
 NONE = "-"
 Cell = Callable[[ComparedModel], str]
-Shown = Callable[[Any], str]
 
 
 def lines(comparison: Comparison) -> list[str]:
@@ -50,7 +50,7 @@ def _told(comparison: Comparison) -> list[str]:
     if comparison.timed:
         texts += timed_lines((comparison.a.speeds, comparison.b.speeds), comparison.timed)
     for name, forecast in comparison.a.speeds.forecasts.items():
-        texts.append(f"forecast: {forecast['program']} on {name}")
+        texts.append(f"forecast: {forecast.program} on {name}")
     return texts
 
 
@@ -86,27 +86,23 @@ def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
 
 
-def _tokens(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-SERVER: tuple[tuple[str, str, Shown], ...] = (
-    ("first token", "time_to_first_token_seconds", duration),
-    ("per token", "time_per_output_token_seconds", duration),
-    ("new tokens/s", "output_tokens_per_second", _tokens),
+SERVER: tuple[tuple[str, Callable[[ServingPoint], str]], ...] = (
+    ("first token", lambda point: duration(point.state.first_token_seconds)),
+    ("per token", lambda point: duration(point.state.token_seconds)),
+    ("new tokens/s", lambda point: f"{point.output_tokens_per_second:,.0f}"),
 )
-"""Name of a row, entry of a server's point, and how it is shown."""
+"""Name of a row, and what it shows of a server's point."""
 
 
 def speed_rows(sides: Sequence[ModelSpeeds]) -> list[Sequence[str]]:
     """Stages timed here, then each slice's forecasts."""
     stages = dict.fromkeys(stage for side in sides for stage in side.seconds)
     rows: list[Sequence[str]] = [
-        (f"{stage} here", *(_cell(side.seconds, stage, duration) for side in sides))
+        (f"{stage} here", *(_shown(side.seconds.get(stage), duration) for side in sides))
         for stage in stages
     ]
     for name in dict.fromkeys(name for side in sides for name in side.forecasts):
-        rows += _slice_rows(name, [side.forecasts.get(name, {}) for side in sides])
+        rows += _slice_rows(name, [side.forecasts.get(name) for side in sides])
     return rows
 
 
@@ -122,24 +118,25 @@ def timed_lines(sides: Sequence[ModelSpeeds], timed: Mapping[str, int]) -> list[
     ]
 
 
-def _slice_rows(name: str, sides: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
-    def row(title: str, key: str, shown: Shown) -> Sequence[str]:
-        return (f"{title} on {name}", *(_cell(side, key, shown) for side in sides))
-
-    if not all("points" in side for side in sides):
-        return [
-            row("step", "step_seconds", duration),
-            row("memory", "peak_bytes", lambda value: si(value, "B")),
-        ]
-    rows: list[Sequence[str]] = []
-    for title, key, shown in SERVER:
+def _slice_rows(
+    name: str, sides: Sequence[ServerForecast | EvalForecast | None]
+) -> list[Sequence[str]]:
+    servers = [side for side in sides if isinstance(side, ServerForecast)]
+    if len(servers) < len(sides):
         cells = [
-            shown(side["points"][0][key]) if side["points"] else "does not fit" for side in sides
+            (_shown(side.step_seconds, duration), _bytes(side.peak_bytes))
+            if isinstance(side, EvalForecast)
+            else (NONE, NONE)
+            for side in sides
         ]
+        seconds, peaks = zip(*cells, strict=True)
+        return [(f"step on {name}", *seconds), (f"memory on {name}", *peaks)]
+    rows: list[Sequence[str]] = []
+    for title, shown in SERVER:
+        cells = [shown(side.points[0]) if side.points else "does not fit" for side in servers]
         rows.append((f"{title} on {name}", *cells))
-    return [*rows, row("weights", "weights_bytes", lambda value: si(value, "B"))]
+    return [*rows, (f"weights on {name}", *(_bytes(side.weights_bytes) for side in servers))]
 
 
-def _cell(values: Mapping[str, Any], key: str, shown: Shown) -> str:
-    value = values.get(key)
+def _shown(value: float | None, shown: Callable[[float], str]) -> str:
     return NONE if value is None else shown(value)

@@ -1,7 +1,4 @@
-"""Recordings with their texts, for speech to text.
-
-Windows of recordings by number, read and analysed on access.
-"""
+"""Recordings with their texts, for speech to text; read and analysed in windows on access."""
 
 import csv
 import json

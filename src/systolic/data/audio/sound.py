@@ -1,6 +1,7 @@
-"""Sound files as mono waves of 16 kHz, and their log-mel spectrograms, as Whisper reads them (Radford et al. 2022, section 2.2).
+"""Sound files as mono waves of 16 kHz and their log-mel spectrograms, as Whisper reads them (Radford et al.
 
-Whether a sound file has its end: libsndfile reads what is there of WAV, AIFF and Ogg, and says nothing.
+2022, section 2.2). A file that is cut short is found by its headers, since libsndfile reads what is there and says
+nothing.
 """
 
 import io

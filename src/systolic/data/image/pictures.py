@@ -1,9 +1,4 @@
-"""Picture files to arrays with Pillow: decoding, cropping, resizing.
-
-Augmentation of training pictures: crop, mirror, colours, erased rectangle.
-
-Pictures as an imported model wants them: resized and cut as the processor that came with it does.
-"""
+"""Picture files as arrays, with Pillow: decoding, resizing, the augmentation of training pictures, and the preprocessing that an imported model came with."""
 
 import enum
 import io

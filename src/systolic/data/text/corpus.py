@@ -1,9 +1,4 @@
-"""Corpora: documents by number from files of several kinds, none of which is loaded completely.
-
-Order of a Parquet file: whether its row groups are sorted or grouped by a column, from the file's statistics.
-
-Finds the corpus at a path: the files, their kind, and the reader.
-"""
+"""Corpora: the files at a path, their kind and reader, and documents by number without loading a file completely."""
 
 import hashlib
 import itertools

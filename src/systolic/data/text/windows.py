@@ -224,7 +224,7 @@ class WindowBatches:
             self.row = stop
         if not parts:
             raise StopIteration
-        self._settle()
+        self._skip_empty_round()
         self.height = len(self.rows["tokens"]) if self.rows is not None and self.row else 0
         rows = {name: np.concatenate([part[name] for part in parts]) for name in self.fields}
         if self._shared:
@@ -282,7 +282,7 @@ class WindowBatches:
             self.rows = self._round()
         return True
 
-    def _settle(self) -> None:
+    def _skip_empty_round(self) -> None:
         """After the last row of a round, names the next one: equal positions have equal bytes."""
         if self.rows is not None and self.row >= len(self.rows["tokens"]):
             self._advance()

@@ -1,7 +1,4 @@
-"""Causes on one screen: the verdict, then each cause with evidence and advice.
-
-Explanations of steps as they are printed: causes, changes with their commands, layouts that fit, and two steps compared.
-"""
+"""Explanations of steps as they are printed: the verdict, causes with evidence, changes with their commands, layouts that fit, and two steps compared."""
 
 import re
 import shlex

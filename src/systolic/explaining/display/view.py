@@ -165,7 +165,7 @@ def show_program(explanation: "ProgramExplanation", *, json: bool = False) -> in
             }
         )
     elif step.fits:
-        flags = step.compiler.get("flags", ())
+        flags = step.compiler.flags or ()
         remarks = step_remarks(step, flags) if explanation.quick else step.cautions
         print_causes(step_title(step, step.recipe), explanation.causes, remarks=remarks)
     else:

@@ -140,7 +140,7 @@ def facts(forecast: Forecast) -> list[tuple[str, str]]:
         ("a step", f"{si(forecast.units)} {forecast.unit}" if forecast.unit != "calls" else ""),
         ("model FLOPs", si(forecast.model_flops) if forecast.model_flops else ""),
         ("compiler", readings.compiler_text(forecast)),
-        ("flags", " ".join(forecast.compiler.get("flags") or [])),
+        ("flags", " ".join(forecast.compiler.flags or [])),
     ]
     return [(name, text) for name, text in facts if text]
 

@@ -243,16 +243,17 @@ def notes(forecast: Forecast) -> list[str]:
 def compiler_text(forecast: Forecast) -> str:
     """Versions and seconds of the compile: ``libtpu 0.0.42.1, jax 0.10.2, from the store in 0.4 s``."""
     facts = forecast.compiler
-    parts = [f"{name} {facts[name]}" for name in ("libtpu", "jax") if name in facts]
+    known = [name for name in ("libtpu", "jax") if name in facts.versions]
+    parts = [f"{name} {facts.versions[name]}" for name in known]
     if parts:
-        how = "from the store in" if facts.get("cached") else "compiled in"
-        parts.append(f"{how} {duration(float(facts['seconds']))}")
+        how = "from the store in" if facts.cached else "compiled in"
+        parts.append(f"{how} {duration(facts.seconds or 0.0)}")
     return ", ".join(parts)
 
 
 def flags_text(forecast: Forecast) -> str:
     """Compiler flags that differ from XLA's defaults, in few words."""
-    return described(forecast.compiler.get("flags") or [])
+    return described(forecast.compiler.flags or [])
 
 
 def axes_text(forecast: Forecast) -> str:

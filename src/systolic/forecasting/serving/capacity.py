@@ -19,7 +19,7 @@ from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told_of_step, told_of_steps
-from systolic.forecasting.cost import bill_of
+from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
@@ -30,7 +30,13 @@ from systolic.forecasting.serving.forecast import (
     steady,
 )
 from systolic.forecasting.serving.layout import placed, with_heads_for
-from systolic.forecasting.serving.steps import BatchSteps, Key, ServerSteps, facts, server_steps
+from systolic.forecasting.serving.server_steps import (
+    BatchSteps,
+    Key,
+    ServerSteps,
+    facts,
+    server_steps,
+)
 from systolic.formats.outline import outlined
 from systolic.job import Job, LayerArrays, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
@@ -461,11 +467,14 @@ class _Server:
             limits=self.limits,
             bill=bill_of(self.on),
             calibration=first.calibration,
-            compiler={
-                key: first.compiler[key]
-                for key in ("jax", "libtpu", "flags")
-                if key in first.compiler
-            },
+            compiler=ForecastCompile(
+                versions={
+                    name: first.compiler.versions[name]
+                    for name in ("jax", "libtpu")
+                    if name in first.compiler.versions
+                },
+                flags=first.compiler.flags,
+            ),
             notes=notes,
         )
 

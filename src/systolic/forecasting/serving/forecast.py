@@ -17,7 +17,7 @@ from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.core.units import duration
-from systolic.forecasting.cost import Bill
+from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.job.serving_memory import ServingMemory
 from systolic.sim.calibration import Calibration, factors_json
 
@@ -369,12 +369,11 @@ class ServingForecast:
     """Concurrencies that were asked for and that the pages don't hold."""
     limits: LatencyLimits = LatencyLimits()
     bill: Bill
-    compiler: Mapping[str, Any] = field(default_factory=dict)
+    compiler: ForecastCompile = field(default_factory=ForecastCompile)
     calibration: Calibration | None = None
     """Corrections of the steps' times; floors have none."""
     notes: Sequence[str] = ()
-    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """``target`` and ``quick`` of the command that makes this forecast."""
+    request: ForecastCommand = field(default_factory=ForecastCommand, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -413,7 +412,7 @@ class ServingForecast:
             "limits": asdict(self.limits),
             "best": None if self.best is None else self.best.concurrency,
             "usd_per_hour": self.bill.usd_per_hour,
-            "compiler": dict(self.compiler),
+            "compiler": self.compiler.to_json(),
             "calibration": None
             if self.calibration is None
             else {
@@ -423,5 +422,5 @@ class ServingForecast:
                 "kinds": factors_json(self.calibration),
             },
             "notes": list(self.notes),
-            **self.request,
+            **self.request.to_json(),
         }

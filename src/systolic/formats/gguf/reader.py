@@ -365,7 +365,7 @@ def _rotations(model: Decoder) -> dict[str, TensorChange]:
     }
 
 
-ATTENTION = {
+EVERY_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -375,17 +375,21 @@ ATTENTION = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
+"""Tensors that a layer of every architecture has: matrices of attention and MLP, and the norm before attention."""
 
-DENSE = {**ATTENTION, "ffn_norm": "post_attention_layernorm"}
+TWO_NORMS = {**EVERY_LAYER, "ffn_norm": "post_attention_layernorm"}
+"""Tensors of a layer with two norms."""
 
-NORMED = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+QUERY_KEY_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+"""Norms of queries and keys, in addition."""
 
-GEMMA = {
-    **ATTENTION,
+FOUR_NORMS = {
+    **EVERY_LAYER,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+"""Tensors of a layer with four norms."""
 
 
 def _offsets(names: Mapping[str, str]) -> Callable[[Decoder], Mapping[str, TensorChange]]:
@@ -395,19 +399,19 @@ def _offsets(names: Mapping[str, str]) -> Callable[[Decoder], Mapping[str, Tenso
 
 
 ARCHITECTURES = {
-    "llama": Architecture(config=_llama, layer=DENSE, changes=_rotations),
-    "qwen2": Architecture(config=_qwen, layer=DENSE),
-    "qwen3": Architecture(config=_qwen, layer={**DENSE, **NORMED}),
+    "llama": Architecture(config=_llama, layer=TWO_NORMS, changes=_rotations),
+    "qwen2": Architecture(config=_qwen, layer=TWO_NORMS),
+    "qwen3": Architecture(config=_qwen, layer={**TWO_NORMS, **QUERY_KEY_NORMS}),
     "gemma2": Architecture(
         config=_gemma2,
-        layer=GEMMA,
-        changes=_offsets(GEMMA),
+        layer=FOUR_NORMS,
+        changes=_offsets(FOUR_NORMS),
         norm=OFFSET,
     ),
     "gemma3": Architecture(
         config=_gemma3,
-        layer={**GEMMA, **NORMED},
-        changes=_offsets({**GEMMA, **NORMED}),
+        layer={**FOUR_NORMS, **QUERY_KEY_NORMS},
+        changes=_offsets({**FOUR_NORMS, **QUERY_KEY_NORMS}),
         norm=OFFSET,
     ),
 }

@@ -1,7 +1,4 @@
-"""The job of an imported image model: preprocessor_config.json, the names of classes, and how they are used.
-
-Picture files for a model whose training pictures are elsewhere.
-"""
+"""Job of an imported image model: its preprocessor_config.json, its classes, and picture files in the place of its training pictures."""
 
 import json
 from collections.abc import Mapping

@@ -138,7 +138,7 @@ def open_folder(folder: Path) -> TransformersSource:
     config = read_config(folder)
     known = family(config, str(folder / CONFIG))
     stored, files = tensors_of(folder)
-    settled, tensors = known.settle(config, stored)
+    settled, tensors = known.canonical(config, stored)
     model, conversion = known.model(settled), known.conversion(settled)
     if config["model_type"] not in PACKED:
         refuse_quantized(config)

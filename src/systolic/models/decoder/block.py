@@ -1,13 +1,4 @@
-"""One layer of the decoder: attention and a feed-forward part, each behind a norm and added to the residual stream.
-
-Multi-head latent attention (MLA; DeepSeek-V2, section 2.1): keys and values are made of one narrow latent a token.
-
-The cache keeps the latent, after its norm, and the rotated key that all heads share: 576 elements a token and
-layer in DeepSeek-V3, where keys and values of 128 heads would be 40,960. Training and prompts make keys
-and values of it and run the attention of other decoders, whose kernels take queries and keys of another width
-than values. A new token is compared with the latents themselves: the matrices that make
-keys and values are applied to its query and to what it read (absorbed), so that no key of the cache is made again.
-"""
+"""One layer of the decoder: attention (also over latents, as DeepSeek-V2 has it) and a feed-forward part, each behind a norm and added to the residual stream."""
 
 from typing import NamedTuple
 
@@ -27,7 +18,14 @@ from systolic.models.linear import product
 
 
 class LatentAttention(nnx.Module):
-    """Queries, keys and values of latents; heads are split over the tensor axis, the latents are whole on it."""
+    """Queries, keys and values of latents; heads are split over the tensor axis, the latents are whole on it.
+
+    The cache keeps the latent, after its norm, and the rotated key that all heads share: 576 elements a token and
+    layer in DeepSeek-V3, where keys and values of 128 heads would be 40,960. Training and prompts make keys
+    and values of it and run the attention of other decoders, whose kernels take queries and keys of another width
+    than values. A new token is compared with the latents themselves: the matrices that make
+    keys and values are applied to its query and to what it read (absorbed), so that no key of the cache is made again.
+    """
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         d, h, sizes = config.d_model, config.heads, config.latent

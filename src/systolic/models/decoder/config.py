@@ -1,7 +1,4 @@
-"""The sizes of a decoder; imports without jax.
-
-Sizes of a decoder for an analytic model of time and memory; imports without jax.
-"""
+"""Sizes of a decoder, and what an analytic model of time and memory needs of them; imports without jax."""
 
 import enum
 import math

@@ -1,11 +1,4 @@
-"""Stretches of layers that repeat one unit: a layer, or dense ones and then a mixture.
-
-Layers that lie stacked along a leading dim, run one after another by a scan.
-
-Layers that differ in what is static (a window, a wavelength) repeat after a period. The body of the
-scan is then one period, so that a program grows with the period and not with the layers.
-
-Pipeline parallelism inside one program.
+"""Layers that lie stacked along a leading dim: stretches of them that repeat one unit, a scan over each, and the stages of a pipeline.
 
 The activations of all stages are one array [stages, microbatch, ...] sharded over the pipeline
 axis. At each tick every stage runs its layers on its slot (a ``vmap``), then the array is rolled by
@@ -163,6 +156,9 @@ def run_layers(
     period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
 ) -> tuple[jax.Array, Any]:
     """``x`` after all layers and the layers' figures, stacked [layers, ...].
+
+    Layers that differ in what is static (a window, a wavelength) repeat after a period. The body of the
+    scan is then one period, so that a program grows with the period and not with the layers.
 
     Args:
         period: The layers' functions; layer ``n`` runs under number ``n`` modulo their count.

@@ -1,11 +1,4 @@
-"""Parts of a decoder block: norms, rotary embedding, dense feed-forward part.
-
-Hashed n-gram embeddings: the last two, three, ... tokens looked up together.
-
-A row of a table stands for all n-grams that hash to it. The lookups cost next to no arithmetic and
-give a small model what it would otherwise spend layers on (Pagnoni et al. 2024, section 3.2.1, use
-the same for bytes).
-"""
+"""Parts of a decoder block: norms, rotary embedding, dense feed-forward part, hashed n-gram embeddings."""
 
 import math
 from functools import partial
@@ -187,7 +180,12 @@ def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> 
 
 
 class NGrams(nnx.Module):
-    """One table for each n from 2 to ``config.ngrams``, concatenated and projected to the model's width."""
+    """One table for each n from 2 to ``config.ngrams``, concatenated and projected to the model's width.
+
+    A row of a table stands for all n-grams that hash to it. The lookups cost next to no arithmetic and
+    give a small model what it would otherwise spend layers on (Pagnoni et al. 2024, section 3.2.1, use
+    the same for bytes).
+    """
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         orders = config.ngrams - 1

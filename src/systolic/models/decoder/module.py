@@ -1,11 +1,4 @@
-"""The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan.
-
-Scores of tokens without the whole logits: they exist for one part of the sequence at a time.
-
-The backward pass computes the logits of a part again. What a part adds to the gradient of the
-output matrix stays on its device until all parts are through: each shard of the tokens has a copy
-of the matrix of its own, so that the sum over shards comes once, after the loop.
-"""
+"""The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan, and scores of tokens without the whole logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +30,10 @@ def score_chunks(
     target: Target,
 ) -> Any:
     """``score`` of all tokens, part by part.
+
+    The backward pass computes the logits of a part again. What a part adds to the gradient of the
+    output matrix stays on its device until all parts are through: each shard of the tokens has a copy
+    of the matrix of its own, so that the sum over shards comes once, after the loop.
 
     Args:
         score: Logits [..., vocab] and targets int32[...] to a tree of arrays [...].

@@ -1,12 +1,4 @@
-"""A mixture of experts: each token goes to its best experts, each expert has a bounded number of slots.
-
-Routing is decided within each sequence, so the result is the same under every layout. Tokens move
-to the devices that hold their experts where the array's sharding changes from the batch axes to
-the expert axis: the partitioner turns that into an all-to-all.
-
-The router of a mixture: which experts a token visits, with which weight, and how evenly.
-
-Experts without slots: the tokens of each expert lie in a row and its matmuls take as many as there are.
+"""A mixture of experts: the router, and experts with a bounded number of slots or without slots, whose rows lie by expert.
 
 The partitioner can't split grouped matmuls, so the layer is wrapped in ``shard_map``: each device takes
 the tokens of its batch shard. Over an expert axis the tokens of its devices are gathered, each computes
@@ -253,7 +245,12 @@ def capacity(config: Decoder, sequence: int) -> int:
 
 
 class Mixture(nnx.Module):
-    """Top-k routing over gated experts (GShard, Lepikhin et al. 2020), and beside them those that all tokens share (DeepSeekMoE, Dai et al. 2024)."""
+    """Top-k routing over gated experts (GShard, Lepikhin et al. 2020), and beside them those that all tokens share (DeepSeekMoE, Dai et al. 2024).
+
+    Routing is decided within each sequence, so the result is the same under every layout. Tokens move
+    to the devices that hold their experts where the array's sharding changes from the batch axes to
+    the expert axis: the partitioner turns that into an all-to-all.
+    """
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         e, d, f = config.experts, config.d_model, config.d_ff

@@ -28,7 +28,7 @@ ACTIVATIONS = {
 }
 
 
-def settle(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+def canonical(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     """The parts that the file has, under today's names.
 
     Older files name a norm's parameters gamma and beta; a bare encoder is found with the prefix
@@ -171,4 +171,4 @@ def config(model: Model) -> dict[str, Any]:
     }
 
 
-FAMILIES = {"bert": Family(model=model, conversion=conversion, config=config, settle=settle)}
+FAMILIES = {"bert": Family(model=model, conversion=conversion, config=config, canonical=canonical)}

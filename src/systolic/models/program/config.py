@@ -1,7 +1,4 @@
-"""Models of other frameworks as models of a job; imports without jax.
-
-Calls of users' functions that make models.
-"""
+"""Models of other frameworks as models of a job, and the users' functions that make them; imports without jax."""
 
 import importlib.util
 import inspect

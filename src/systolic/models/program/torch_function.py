@@ -1,7 +1,4 @@
-"""A PyTorch module as a pure function, traced by torchax.
-
-torchax, imported beside versions of torch that lack operators which it names.
-"""
+"""A PyTorch module as a pure function, traced by torchax, which is also made to import beside versions of torch without operators that it names."""
 
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence

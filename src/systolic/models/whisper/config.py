@@ -1,7 +1,4 @@
-"""The sizes of Whisper; imports without jax.
-
-Languages of Whisper: the code in the name of a language's token, by the language's name.
-"""
+"""Sizes of Whisper and the codes of its languages; imports without jax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

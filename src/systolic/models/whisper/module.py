@@ -1,9 +1,4 @@
-"""Whisper as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by scans.
-
-Blocks of Whisper: norms before attention, cross attention and MLP, each added to its input.
-
-Keys and values of a transcription: of the tokens written so far, and of the encoder's output.
-"""
+"""Whisper as a Flax NNX module: blocks in stacks that scans run, and the keys and values of a transcription."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""HTML page of a plan: time against cost, the ranking, the mesh on the torus, rejected layouts.
-
-Drawings of a layout's mesh on the torus of its slice: the groups of each axis.
-"""
+"""HTML page of a plan: time against cost, the ranking, rejected layouts, and the groups of each mesh axis on the slice's torus."""
 
 import math
 from collections.abc import Sequence
@@ -445,7 +442,7 @@ def _torus(best: Trial, root: Path) -> Torus | None:
 
 def places(trial: Trial, root: Path) -> Sequence[Sequence[int]]:
     """Place of each device of the mesh in the compile; empty where the store has none."""
-    program = (trial.forecast.compiler if trial.forecast is not None else {}).get("program")
+    program = None if trial.forecast is None else trial.forecast.compiler.program
     if not program:
         return []
     folder = Store("programs", root).path(program)

@@ -1,7 +1,4 @@
-"""Plan on one screen: the answer with its command, the ranking, rejected layouts.
-
-Notes of a plan as text.
-"""
+"""Plan on one screen: the answer with its command, the ranking, rejected layouts, notes."""
 
 import math
 import textwrap

@@ -1,10 +1,6 @@
-"""Files of a recipe's folder that it uses: modules that it imports, files that it opens.
+"""Files of a recipe's folder that it uses: modules that it imports and files that it opens, for the copies in a run.
 
-Imports from a recipe's folder write no bytecode there: in a run, it would be code that nobody has trusted.
-
-Python modules that a recipe imports from the folder of its file.
-
-Files of a recipe's folder that its own code opens, for the copies in a run.
+Such imports write no bytecode, which would be code that nobody has trusted.
 """
 
 import ast

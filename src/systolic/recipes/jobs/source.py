@@ -1,11 +1,9 @@
-"""Sources of a job: a recipe with its options or a Job, and the candidate of a plan.
-
-Compiler flags of a run: what ``--flags``, its plan and its own record say of them.
-"""
+"""Sources of a job: a recipe with its options or a Job, the candidate of a plan, and the compiler flags that the options, the plan and the run's own record give."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from systolic import recipes
@@ -38,9 +36,9 @@ class JobSource:
     types: Mapping[str, str] | None = None
     """Model, task and data to the full names of their classes, where a Job was given in place of a recipe."""
 
-    @property
+    @cached_property
     def job(self) -> Job:
-        """The job that these options make, with the plan's settings."""
+        """The job that these options make, with the plan's settings; the recipe runs once."""
         return under_plan(self.recipe(self.options), self.chosen)
 
     @property

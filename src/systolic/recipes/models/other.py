@@ -1,7 +1,4 @@
-"""Encoders, image models and Whisper from elsewhere as recipes: masked tokens, classes of pictures, texts of recordings.
-
-A Bundle with a program of another framework as a recipe: what its step costs, before there is a loss of one's own.
-"""
+"""Models from elsewhere as recipes, other than decoders: encoders, image models, Whisper, and a Bundle's program of another framework, whose step can be priced before it has a loss."""
 
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Objects in buckets (``s3://``, ``gs://``) through TensorStore, and the paths of their local copies.
-
-Room on this machine's disk for what is copied from a bucket, and one copier at a time.
-"""
+"""Objects in buckets (``s3://``, ``gs://``) through TensorStore, the paths of their local copies, and room on the disk for one copier at a time."""
 
 import contextlib
 import os

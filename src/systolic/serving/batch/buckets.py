@@ -1,7 +1,4 @@
-"""Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs.
-
-Options of a batch model: batches, queue, limits and promises.
-"""
+"""Options of a batch model, and the shapes that are compiled for it: sizes that pad the expected traffic least, under a number of programs."""
 
 import threading
 from collections import Counter

@@ -1,11 +1,4 @@
-"""A model that answers whole requests in batches.
-
-Threads that run batches; one that dies is replaced.
-
-How requests end: each once, whoever is first.
-
-A batch model of whatever a job's model is.
-"""
+"""A model that answers whole requests in batches: its threads, which are replaced when one dies, and the end of each request, once, by whoever is first."""
 
 import itertools
 import os
@@ -42,7 +35,7 @@ from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.tensors import ArrayIntake, used_inputs
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.serving.errors import ExpiredError
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 class Completions:

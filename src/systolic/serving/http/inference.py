@@ -1,7 +1,4 @@
-"""The Open Inference Protocol (KServe v2) over REST, with Triton's binary extension.
-
-Arrays on the wire of the Open Inference Protocol: JSON numbers, or raw bytes behind the JSON.
-"""
+"""The Open Inference Protocol (KServe v2) over REST: arrays as JSON numbers, or by Triton's binary extension as raw bytes behind the JSON."""
 
 import asyncio
 import math

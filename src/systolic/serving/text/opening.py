@@ -23,7 +23,7 @@ from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import LEAST_ROWS
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 
 @dataclass(frozen=True, kw_only=True)

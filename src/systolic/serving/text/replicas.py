@@ -22,7 +22,7 @@ from systolic.serving.text.scheduler import next_key
 from systolic.serving.text.sequence import START
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, EngineNeed, ServingLayout, share
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 REMEMBERED = 1 << 16

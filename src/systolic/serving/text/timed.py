@@ -19,7 +19,7 @@ from systolic.serving.text.runner import StepInFlight, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.serving.text.sequence import Sequence
 from systolic.steps.lengths import longest_text
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 
 GREEDY = SamplingParams(temperature=0)
 

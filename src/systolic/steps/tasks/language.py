@@ -1,7 +1,4 @@
-"""Next-token prediction.
-
-Prediction of masked tokens.
-"""
+"""Tasks of language models: prediction of the next token, and of masked tokens."""
 
 import enum
 import math

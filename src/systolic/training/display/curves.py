@@ -1,7 +1,7 @@
 """Charts of a run's page: its curves and how each is drawn."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +84,7 @@ def _all_series(run: RunRecord) -> list[Series]:
     """All series but the loss: the task's terms, then those of every run."""
     unit = next((rate[1] for r in run.train if (rate := figures.throughput(r))), "")
     return [
-        *(_term_series(name) for name in _terms(run)[:MAX_TERMS]),
+        *(_term_series(name, run.start.shares) for name in _terms(run)[:MAX_TERMS]),
         Series(
             key="learning_rate",
             title="Learning rate",
@@ -120,14 +120,15 @@ def _terms(run: RunRecord) -> list[str]:
     return list(dict.fromkeys(name for record in run.train for name in record.terms))
 
 
-def _term_series(name: str) -> Series:
-    scale = 100.0 if figures.is_share(name) else 1.0
+def _term_series(name: str, shares: Collection[str]) -> Series:
+    is_share = figures.is_share(name, shares)
+    scale = 100.0 if is_share else 1.0
     return Series(
         key=f"term-{name}",
         title=figures.label(name).capitalize(),
-        unit="%" if figures.is_share(name) else "",
+        unit="%" if is_share else "",
         value=lambda r: _scaled(r.terms.get(name), scale),
-        text=lambda r: figures.metric(name, r.terms.get(name)),
+        text=lambda r: figures.metric(name, r.terms.get(name), shares),
         metric=name,
         scale=scale,
     )

@@ -1,9 +1,4 @@
-"""The view of a run in the terminal while it trains, always on stderr.
-
-:class:`Live` chooses: a screen that redraws itself where the terminal can, plain lines elsewhere.
-
-The screen of a training run: a panel redrawn in place, with the log of events above it.
-"""
+"""The view of a run in the terminal while it trains, on stderr: a panel redrawn in place with the log of events above it, or plain lines where the terminal can't."""
 
 import atexit
 import math
@@ -12,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -189,7 +184,7 @@ class Screen:
                     self._began = self._clock()
                 case EvalRecord():
                     self._eval = now
-            line = plain.line_of(now, self._start.steps)
+            line = plain.line_of(now, self._start)
             if line and len(self._lines) < MAX_LINES:
                 self._lines.append(Text(line, _style(now), overflow="ellipsis", no_wrap=True))
             elif line:
@@ -253,7 +248,10 @@ def panel(frame: Frame, now: float, width: int) -> Panel:
     rest = plain.headline(frame.start).removeprefix(name).removeprefix(" · ")
     parts: list[RenderableType] = [Text(rest, style="dim", overflow="ellipsis", no_wrap=True)]
     if frame.latest is not None:
-        parts += [_readings(frame.latest, frame.curves, width), _facts(frame.latest)]
+        parts += [
+            _readings(frame.latest, frame.curves, width),
+            _facts(frame.latest, frame.start.shares),
+        ]
     else:
         waiting = figures.seconds(now - frame.began)
         parts.append(Text(f"getting ready: data, weights, compile … {waiting}", style="yellow"))
@@ -261,7 +259,7 @@ def panel(frame: Frame, now: float, width: int) -> Panel:
         text = f"evaluating {plain.evaluating_text(frame.evaluating)}"
         parts.append(Text(text, style="yellow", overflow="ellipsis", no_wrap=True))
     elif frame.evaluation is not None:
-        parts.append(_evaluation(frame.evaluation))
+        parts.append(_evaluation(frame.evaluation, frame.start.shares))
     parts.append(_progress(frame, now, width))
     return Panel(
         Group(*parts),
@@ -295,7 +293,7 @@ def _readings(latest: TrainRecord, curves: Mapping[str, list[float]], width: int
     return table
 
 
-def _facts(latest: TrainRecord) -> Text:
+def _facts(latest: TrainRecord, shares: Collection[str]) -> Text:
     wait = latest.data_wait or 0.0
     text = Text(overflow="ellipsis", no_wrap=True)
     facts = [
@@ -304,7 +302,7 @@ def _facts(latest: TrainRecord) -> Text:
         ("MFU", figures.percent(latest.mfu), ""),
         ("data wait", figures.percent(latest.data_wait), _heat(wait)),
         ("memory", figures.memory(latest.memory_bytes), ""),
-        *((figures.label(n), figures.metric(n, v), "") for n, v in latest.terms.items()),
+        *((figures.label(n), figures.metric(n, v, shares), "") for n, v in latest.terms.items()),
     ]
     for name, value, style in facts:
         if value != figures.MISSING:
@@ -313,10 +311,10 @@ def _facts(latest: TrainRecord) -> Text:
     return text
 
 
-def _evaluation(record: EvalRecord) -> Text:
+def _evaluation(record: EvalRecord, shares: Collection[str]) -> Text:
     text = Text(overflow="ellipsis", no_wrap=True)
     text.append(f"{record.split} at step {figures.count(record.step)}  ", style="dim")
-    return text.append(figures.metrics_text(record.metrics), style="green")
+    return text.append(figures.metrics_text(record.metrics, shares), style="green")
 
 
 def _progress(frame: Frame, now: float, width: int) -> Table:

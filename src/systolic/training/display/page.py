@@ -165,7 +165,7 @@ def lanes(run: RunRecord) -> LaneChart | None:
         return None
     groups: dict[str, list[_LaneEntry]] = {k: [] for k in ("compile", "evaluation")}
     for record in run.evals:
-        text = f"step {record.step}: {figures.metrics_text(record.metrics)}"
+        text = f"step {record.step}: {figures.metrics_text(record.metrics, run.start.shares)}"
         groups["evaluation"].append((record, text))
     for event in run.events:
         lane = next((k for k, names in _LANES.items() if event.name in names), "notes")

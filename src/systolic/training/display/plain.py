@@ -35,7 +35,7 @@ class Plain:
         self._stream = stream
         self._clock = clock
         self._every_seconds = every_seconds
-        self._steps: float | None = None
+        self._start = StartRecord()
         self._last: float | None = None
         self._spoke = clock()
         self._was_bad = False
@@ -50,14 +50,14 @@ class Plain:
         now = seen(record)
         match now:
             case StartRecord():
-                self._steps, due = now.steps, True
+                self._start, due = now, True
             case EvaluatingRecord():
                 due = self._clock() - self._spoke >= self._every_seconds
             case TrainRecord():
                 due = self._is_due(now)
             case _:
                 due = True
-        line = line_of(now, self._steps) if due else ""
+        line = line_of(now, self._start) if due else ""
         if line:
             self._spoke = self._clock()
             terminal.say(self._stream, line)
@@ -71,7 +71,7 @@ class Plain:
         due = (
             self._last is None
             or now - self._last >= self._every_seconds
-            or record.step == self._steps
+            or record.step == self._start.steps
             or (bad and not self._was_bad)
         )
         self._was_bad = bad
@@ -85,15 +85,15 @@ def is_bad(record: TrainRecord) -> bool:
     return not math.isfinite(loss_of(record))
 
 
-def line_of(record: LoggedRecord, steps: float | None) -> str:
-    """Formats a record as one line; ``""`` for one of a later version's kind."""
+def line_of(record: LoggedRecord, start: StartRecord) -> str:
+    """Formats a record of the session that ``start`` began as one line; ``""`` for one of a later version's kind."""
     match record:
         case StartRecord():
             return f"start   {headline(record)}"
         case TrainRecord():
-            return _train_line(record, steps)
+            return _train_line(record, start)
         case EvalRecord():
-            text = figures.metrics_text(record.metrics)
+            text = figures.metrics_text(record.metrics, start.shares)
             spent = f"{figures.seconds(record.seconds)}{part_text(record)}"
             return f"eval    step {record.step}, {record.split}: {text} ({spent})"
         case EvaluatingRecord():
@@ -155,12 +155,13 @@ def event_text(event: EventRecord) -> str:
     return terminal.one_line(text, 200)
 
 
-def _train_line(record: TrainRecord, steps: float | None) -> str:
+def _train_line(record: TrainRecord, start: StartRecord) -> str:
+    steps = start.steps
     place = f"{record.step:>{len(str(steps))}}/{steps}" if steps else str(record.step)
     parts = [
         f"step {place}",
         f"loss {figures.figure(record.loss)}",
-        *(f"{figures.label(name)} {figures.metric(name, v)}" for name, v in record.terms.items()),
+        *(figures.metrics_text({name: v}, start.shares) for name, v in record.terms.items()),
         f"lr {figures.rate(record.learning_rate)}",
         figures.throughput_text(record),
     ]

@@ -126,7 +126,9 @@ def metrics(run: RunRecord) -> dict[str, str]:
             if (value := perplexity(final, split)) is not None:
                 final = {f"{split}_perplexity": value, **final}
     first = sorted(final, key=_rank)
-    return {figures.label(name): figures.metric(name, final[name]) for name in first}
+    return {
+        figures.label(name): figures.metric(name, final[name], run.start.shares) for name in first
+    }
 
 
 def perplexity(metrics: Mapping[str, Any], split: str) -> float | None:

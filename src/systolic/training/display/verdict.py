@@ -48,12 +48,12 @@ def judge(run: RunRecord) -> Verdict:
             tone=Tone.fair,
         )
     ranking = run.job.outline.evaluation.metric or "loss"
-    return _judge_metrics(run.final_metrics, run.final_loss, text=run.reads_text, ranking=ranking)
+    return _judge_metrics(run, ranking)
 
 
-def _judge_metrics(
-    metrics: Mapping[str, Any], loss: float | None, *, text: bool, ranking: str
-) -> Verdict:
+def _judge_metrics(run: RunRecord, ranking: str) -> Verdict:
+    """Judges a finished run by its metrics; ``ranking`` is that of its checkpoints."""
+    metrics, loss, text = run.final_metrics, run.final_loss, run.reads_text
     own = figures.number(metrics.get("validation_bits_per_byte"))
     gzip = figures.number(metrics.get("gzip_bits_per_byte"))
     if own is not None and gzip is not None and gzip > 0 and math.isfinite(own):
@@ -74,7 +74,8 @@ def _judge_metrics(
     best = (*chosen, *usual)
     for name in best:
         if name in metrics:
-            sentence = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
+            value = figures.metric(name, metrics[name], run.start.shares)
+            sentence = f"{figures.label(name).capitalize()} {value}."
             return Verdict(word="trained", sentence=sentence, tone=Tone.good)
     sentence = "" if loss is None else f"Final loss {figures.figure(loss)}."
     return Verdict(word="trained", sentence=sentence, tone=Tone.good)

@@ -16,7 +16,7 @@ from systolic.job.data import Contents
 from systolic.training import distributed
 
 if TYPE_CHECKING:
-    from systolic.inference.setup import Setup
+    from systolic.setup import Setup
 
 EVERY = 100
 """Batches between comparisons, each of which copies this process's part of the batch to the host."""

@@ -75,7 +75,7 @@ def tiles(study: StudyResult) -> list[Tile]:
         cards = [
             Tile(
                 label=f"best {figures.label(aim.name)}",
-                value=readings.figure(aim.name, best.figures[aim.name]),
+                value=readings.figure(study, aim.name, best.figures[aim.name]),
                 small=f"trial {best.number}",
             )
             for aim in study.aims
@@ -125,7 +125,9 @@ def _table_row(study: StudyResult, row: TrialRow, folder: Path) -> dict[str, Any
             else figures.MISSING
             for option in study.searched
         ],
-        "figures": [readings.figure(aim.name, row.figures.get(aim.name)) for aim in study.aims],
+        "figures": [
+            readings.figure(study, aim.name, row.figures.get(aim.name)) for aim in study.aims
+        ],
         "seconds": figures.seconds(row.seconds),
         "dollars": figures.MISSING if row.dollars is None else dollars(row.dollars),
         "link": report if row.run and (folder / report).is_file() else "",

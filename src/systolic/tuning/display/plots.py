@@ -54,7 +54,7 @@ def history(study: StudyResult) -> Plot | None:
     # The line begins at the first value that the axis can show; outliers before it are dots on the edge.
     reach = STRETCH * (high - low)
     line = [point for point in so_far if low - reach <= point[1] <= high + reach]
-    y = _axis(aim.name, [*near, *(value for _, value in line)])
+    y = _axis(study, aim.name, [*near, *(value for _, value in line)])
     steps: list[tuple[float, float]] = []
     for number, value in line:
         steps += [(number, steps[-1][1] if steps else value), (number, value)]
@@ -81,7 +81,7 @@ def slices(study: StudyResult) -> list[Plot]:
 def _usual_axis(study: StudyResult) -> PlotAxis:
     """Axis of the first objective that outliers do not stretch."""
     aim = study.aims[0]
-    return _axis(aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
+    return _axis(study, aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
 
 
 def _slice(study: StudyResult, option: Searched, y: PlotAxis) -> Plot:
@@ -144,8 +144,8 @@ def front(study: StudyResult) -> list[Plot]:
         points = [(row.figures[aim.name], row.figures[first.name], row) for row in study.done]
         if not points:
             continue
-        x = _axis(aim.name, [p[0] for p in points])
-        y = _axis(first.name, [p[1] for p in points])
+        x = _axis(study, aim.name, [p[0] for p in points])
+        y = _axis(study, first.name, [p[1] for p in points])
         kept = {row.number for row in study.front}
         line = sorted((a, b) for a, b, row in points if row.number in kept)
         fronts.append(
@@ -176,7 +176,7 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     )
     values = [row.figures[aim.name] for row in done]
     y = charts.linear_axis(min(values), max(values))
-    low, high = (readings.figure(aim.name, option) for option in (min(values), max(values)))
+    low, high = (readings.figure(study, aim.name, option) for option in (min(values), max(values)))
     count = len(study.searched)
     words = [option.name.rpartition(".")[2] for option in study.searched]
     axes = [
@@ -214,11 +214,11 @@ def _ends(option: Searched) -> tuple[str, str]:
     return readings.value_text(option.low), readings.value_text(option.high)
 
 
-def _axis(name: str, values: Sequence[float]) -> PlotAxis:
+def _axis(study: StudyResult, name: str, values: Sequence[float]) -> PlotAxis:
     low, high = min(values), max(values)
     pad = (high - low) * PAD or abs(high) * PAD or 1.0
     axis = charts.linear_axis(low - pad, high + pad)
-    if not figures.is_share(name):
+    if not figures.is_share(name, study.shares):
         return axis
     return replace(axis, ticks=tuple((at, f"{at * 100:g} %") for at, _ in axis.ticks))
 

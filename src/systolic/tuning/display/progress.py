@@ -124,7 +124,7 @@ def drawing(study: StudyResult, spent: str) -> Group:
     for place, row in enumerate(running[:RUNNING]):
         name = study.aims[0].name
         at = (
-            f" (step {row.step}: {readings.figure(name, row.figures.get(name))})"
+            f" (step {row.step}: {readings.figure(study, name, row.figures.get(name))})"
             if row.step
             else ""
         )

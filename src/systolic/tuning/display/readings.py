@@ -19,7 +19,7 @@ def settings(row: TrialRow) -> str:
     return ", ".join(f"{name} {value_text(value)}" for name, value in row.values.items())
 
 
-def figure(name: str, value: float | None) -> str:
+def figure(study: StudyResult, name: str, value: float | None) -> str:
     """An objective's value as text."""
     if value is None or not math.isfinite(value):
         return figures.MISSING
@@ -29,13 +29,13 @@ def figure(name: str, value: float | None) -> str:
         return dollars(value)
     if name == "parameters":
         return si(value)
-    return figures.metric(name, value)
+    return figures.metric(name, value, study.shares)
 
 
 def objectives(study: StudyResult, row: TrialRow) -> str:
     """A trial's objectives: ``accuracy 98.6 %, 12 s``."""
     return ", ".join(
-        f"{figures.label(aim.name)} {figure(aim.name, row.figures[aim.name])}"
+        f"{figures.label(aim.name)} {figure(study, aim.name, row.figures[aim.name])}"
         for aim in study.aims
         if aim.name in row.figures
     )
@@ -95,7 +95,7 @@ class SeedFigures:
 
 def spreads(study: StudyResult) -> list[SeedFigures]:
     """Mean and standard deviation of the best and the default settings; of those that have a result."""
-    repeats, seed_figures, name = study.repeats, [], study.aims[0].name
+    repeats, seed_figures = study.repeats, []
     if repeats is None:
         return []
     for which in ("best", "default"):
@@ -106,18 +106,19 @@ def spreads(study: StudyResult) -> list[SeedFigures]:
         seed_figures.append(
             SeedFigures(
                 name=which,
-                mean=_precise(name, repeated["mean"], "#.4g"),
+                mean=_precise(study, repeated["mean"], "#.4g"),
                 deviation=""
                 if repeated["deviation"] is None
-                else _precise(name, repeated["deviation"], ".2g"),
+                else _precise(study, repeated["deviation"], ".2g"),
                 seeds=f"{'' if count == total else f'{count} of '}{figures.plural(total, 'seed')}",
             )
         )
     return seed_figures
 
 
-def _precise(name: str, value: float, form: str) -> str:
-    return f"{value * 100:{form}} %" if figures.is_share(name) else f"{value:{form}}"
+def _precise(study: StudyResult, value: float, form: str) -> str:
+    is_share = figures.is_share(study.aims[0].name, study.shares)
+    return f"{value * 100:{form}} %" if is_share else f"{value:{form}}"
 
 
 def edges(study: StudyResult) -> list[str]:

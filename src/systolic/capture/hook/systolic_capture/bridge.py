@@ -17,7 +17,7 @@ def slice_devices():
     from jax.experimental import topologies
 
     report.say(stage="loading libtpu")
-    topology = report.request()["topology"]
+    topology = report.request().topology
     kwargs = {name: value for name, value in topology.items() if value is not None}
     kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
     try:
@@ -50,7 +50,7 @@ def _answer_slice(kind):
 
 def num_processes():
     """Processes that a program on the slice has, one a host."""
-    return report.request().get("num_hosts", 1)
+    return report.request().num_hosts
 
 
 def is_local(device):
@@ -73,7 +73,7 @@ def _answer_memory(kind):
         if not is_slice_device(self):
             return real(self)
         return dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "bytes_limit"), 0) | {
-            "bytes_limit": report.request().get("device_bytes", 0)
+            "bytes_limit": report.request().device_bytes
         }
 
     with contextlib.suppress(AttributeError, TypeError):

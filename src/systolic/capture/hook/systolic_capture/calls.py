@@ -21,7 +21,7 @@ from systolic_capture import (
     moves,
     report,
     shardings,
-    steps,
+    step_search,
 )
 
 LIKELY_CALLS = 40
@@ -338,7 +338,7 @@ def start():
         real(kind, error, trace)
 
     sys.excepthook = hook
-    limit = report.request().get("limit_seconds", 1200)
+    limit = report.request().limit_seconds
     timer = threading.Timer(limit, _at_limit, (limit,))
     timer.daemon = True
     timer.start()
@@ -372,7 +372,7 @@ def record(call):
         if not _sequence:
             report.say(stage="running until a step repeats")
         _sequence.append(
-            steps.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
+            step_search.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
         )
         if (step := _settled(now)) is not None:
             _state["ended"] = True
@@ -404,18 +404,20 @@ def collect(given_ids):
 
 def _settled(now):
     """The step once it has repeated for long enough; None before."""
-    length = steps.period(_sequence)
+    length = step_search.period(_sequence)
     if length is None:
         return None
-    chosen, end = report.request().get("step"), len(_sequence)
-    if not (_has(_sequence[-length:], chosen) if chosen else steps.is_linked(_sequence, length)):
+    chosen, end = report.request().step, len(_sequence)
+    if not (
+        _has(_sequence[-length:], chosen) if chosen else step_search.is_linked(_sequence, length)
+    ):
         return None
-    repeats = _sequence[-min(end, steps.repeats(_sequence, length) * length) :]
+    repeats = _sequence[-min(end, step_search.repeats(_sequence, length) * length) :]
     if len(repeats) < 3:
         return None
     waited = now - repeats[0].at
     last = range(end - length, end)
-    unchanged = steps.is_unchanged(_sequence, last, [n - length for n in last])
+    unchanged = step_search.is_unchanged(_sequence, last, [n - length for n in last])
     flops = sum(entry.call.flops for entry in repeats)
     if len(repeats) >= LIKELY_CALLS:
         _likely[length, _sequence[-1].call.key] = (flops, end)
@@ -452,8 +454,8 @@ def _has(entries, name):
 
 def _within(length):
     """The step in a repeated sequence of that length."""
-    chosen = report.request().get("step")
-    step = steps.within(_sequence, length)
+    chosen = report.request().step
+    step = step_search.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
         return _alone(chosen, _sequence[-length:])
     if step.evaluations:
@@ -472,13 +474,13 @@ def entries_of(step):
     """The recorded calls of a step; one that was never called stands for itself."""
     if step.numbers:
         return [_sequence[n] for n in step.numbers]
-    return [steps.RecordedCall(step.call, 0.0, 0, step.call)]
+    return [step_search.RecordedCall(step.call, 0.0, 0, step.call)]
 
 
 def alike(call):
     """All recorded calls of a kind."""
     return [entry for entry in _sequence if entry.call is call] or [
-        steps.RecordedCall(call, 0.0, 0, call)
+        step_search.RecordedCall(call, 0.0, 0, call)
     ]
 
 
@@ -492,7 +494,9 @@ def order(step, kinds):
     index = {call.key: n for n, call in enumerate(kinds)}
     return [
         {"program": index[_sequence[number].call.key], "after": sorted(after)}
-        for number, after in zip(step.numbers, steps.waits(_sequence, step.numbers), strict=True)
+        for number, after in zip(
+            step.numbers, step_search.waits(_sequence, step.numbers), strict=True
+        )
     ]
 
 
@@ -602,15 +606,15 @@ def counts():
 
 def _best():
     """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
-    chosen = report.request().get("step")
+    chosen = report.request().step
     tallied = list(counts().values())
-    length = steps.period(_sequence)
+    length = step_search.period(_sequence)
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
             return _within(length)
         return _alone(chosen, _sequence)
-    linked = length is not None and steps.is_linked(_sequence, length)
-    repeats = length * steps.repeats(_sequence, length) if linked else 0
+    linked = length is not None and step_search.is_linked(_sequence, length)
+    repeats = length * step_search.repeats(_sequence, length) if linked else 0
     flops = sum(entry.call.flops for entry in _sequence[-repeats:]) if repeats else 0.0
     longest = max(_likely, key=lambda key: _likely[key], default=None)
     if longest is not None and (not linked or _likely[longest][0] > flops):
@@ -717,7 +721,7 @@ def _follows(call):
 def _one(call, **kwargs):
     """A step of one call, the last of its kind."""
     numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
-    return steps.CalledStep(numbers[-1:], call=call, **kwargs)
+    return step_search.CalledStep(numbers[-1:], call=call, **kwargs)
 
 
 def _alone(name, entries):
@@ -745,11 +749,11 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        period = steps.period(
+        period = step_search.period(
             _sequence
         )  # of a program that failed, what is not linked is its initialization
-        linked = period is not None and steps.is_linked(_sequence, period)
-        known = linked or report.request().get("step")
+        linked = period is not None and step_search.is_linked(_sequence, period)
+        known = linked or report.request().step
         step = _best() if known or not error else None
         names = sorted({call.name for call, _ in counts().values()})
         if error and not step:
@@ -762,7 +766,7 @@ def _finish(ended):
             )
     from systolic_capture import compiling
 
-    chosen = report.request().get("step")
+    chosen = report.request().step
     if not step and chosen and names:
         report.refuse(f"the program calls no jitted function {chosen}; it calls {', '.join(names)}")
     if not step:

@@ -85,7 +85,7 @@ def _answer(step, ended):
         calls.entry(number).call.key for number, *_ in step.periodic
     }
     beside = []
-    for call in calls.large_beside(known, report.request().get("device_bytes", 0), MOST_BESIDE):
+    for call in calls.large_beside(known, report.request().device_bytes, MOST_BESIDE):
         try:
             program = _program(call, len(programs) + len(periodic) + len(beside))
         except Exception:  # the program's own affair: its step compiles
@@ -206,7 +206,7 @@ def _compiled(lowered, options, folder):
         "xla_dump_hlo_as_text": True,
         "xla_dump_hlo_as_proto": True,
     }
-    quick = report.request().get("quick")
+    quick = report.request().quick
     failed, compiled = [], []
 
     def run():

@@ -106,7 +106,7 @@ def _added_up():
 def _without_garbage():
     """Bytes that are held, by place; garbage is collected where they are clearly more than the last time."""
     held = _added_up()
-    least = GROWTH * (report.request().get("device_bytes", 0) or 1 << 34)
+    least = GROWTH * (report.request().device_bytes or 1 << 34)
     measures = _measures(held)
     if any(
         now > before + max(least, GROWTH * before)
@@ -158,7 +158,7 @@ def look():
     if most <= _peak["bytes"]:
         return
     _peak["bytes"], _peak["line"] = most, saving.line()
-    if most > report.request().get("device_bytes", 0) > 0:
+    if most > report.request().device_bytes > 0:
         _peak["over"] = True
         _peak["arrays"] = largest(LARGEST, ())
 

@@ -19,11 +19,43 @@ LEAST_JAX = (0, 5, 0)
 _lock = threading.Lock()
 
 
+class LentCompiler:
+    """The parent's libtpu, for an environment without one."""
+
+    def __init__(self, path, version):
+        self.path, self.version = path, version
+
+
+class ParentRequest:
+    """Request of the parent, from request.json."""
+
+    def __init__(
+        self,
+        topology,
+        num_hosts=1,
+        device_bytes=0,
+        libtpu=None,
+        step=None,
+        quick=False,
+        limit_seconds=1200,
+    ):
+        self.topology = topology
+        """Arguments of libtpu's description of the slice."""
+        self.num_hosts, self.device_bytes = num_hosts, device_bytes
+        self.libtpu = None if libtpu is None else LentCompiler(**libtpu)
+        self.step = step
+        """Name of the step's function; None for the one that repeats."""
+        self.quick = quick
+        """Whether the compile stops at the schedule."""
+        self.limit_seconds = limit_seconds
+        """Seconds after which what has been called is all there is."""
+
+
 @functools.cache
 def request():
-    """The parent's request: the topology, and which step."""
+    """The parent's request."""
     with open(os.path.join(FOLDER, "request.json")) as file:
-        return json.load(file)
+        return ParentRequest(**json.load(file))
 
 
 def say(**record):
@@ -54,17 +86,17 @@ def check_environment():
     elif os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
         pass
     elif importlib.util.find_spec("libtpu") is None:
-        lent = request().get("libtpu")
+        lent = request().libtpu
         if lent is None:
             refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
-        os.environ["TPU_LIBRARY_PATH"] = lent["path"]
+        os.environ["TPU_LIBRARY_PATH"] = lent.path
         os.environ[LENT] = "1"
 
 
 def libtpu():
     """Version of the compiler, and whether it is the parent's: the environment has none then."""
     if os.environ.get(LENT):
-        return request()["libtpu"]["version"], True
+        return request().libtpu.version, True
     return version_of("libtpu"), False
 
 

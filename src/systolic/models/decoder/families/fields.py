@@ -1,9 +1,4 @@
-"""Fields of a config.json that many decoders share.
-
-Sizes, rules and fields that dense families of Llama's shape share.
-
-Rules and fields that the families with experts share.
-"""
+"""Fields of a config.json that many decoders share: those of all, of dense families of Llama's shape, and of families with experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields

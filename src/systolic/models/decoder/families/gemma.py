@@ -191,6 +191,6 @@ FAMILIES = {
     ),
     "gemma3_text": TEXT,
     "gemma3": Family(
-        model=gemma3, conversion=gemma3_conversion, config=gemma3_config, settle=text_part
+        model=gemma3, conversion=gemma3_conversion, config=gemma3_config, canonical=text_part
     ),
 }

@@ -154,4 +154,4 @@ def whole(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     }
 
 
-FAMILIES = {"gpt2": Family(model=decoder, conversion=conversion, config=config, settle=whole)}
+FAMILIES = {"gpt2": Family(model=decoder, conversion=conversion, config=config, canonical=whole)}

@@ -1,7 +1,4 @@
-"""Programs that a server's capacity is forecast from: those of ``systolic serve``, or for other splits and formats those of batches.
-
-Least seconds and memory of a server's steps by its model's sizes, before anything is compiled.
-"""
+"""Programs that a server's capacity is forecast from: those of ``systolic serve``, or a batch's for other splits and formats; and bounds of their seconds and memory by the model's sizes, before a compile."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -279,7 +276,7 @@ class BatchSteps:
     @property
     def replicas(self) -> int:
         """See :class:`ServerSteps`."""
-        layout = self.job.settle(self.on).layout
+        layout = self.job.for_slice(self.on).layout
         shared = self.served.expert_axis is ExpertAxis.heads
         return layout.batch_ways // (layout.expert if shared else 1)
 

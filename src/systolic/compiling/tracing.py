@@ -1,7 +1,4 @@
-"""Programs of a job, traced for present or described devices.
-
-Steps of a server of a language model, traced for described devices.
-"""
+"""Traces of a job's steps and of a server's, for present or described devices."""
 
 import math
 from collections.abc import Sequence
@@ -27,13 +24,13 @@ from systolic.steps.programs import (
     jit_prefill,
     jit_train,
 )
-from systolic.steps.steps import StepFunctions
+from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
 def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
-    job = job.settle(on)
+    job = job.for_slice(on)
     target = MeshTarget.of(job, on.platform, devices)
     if target.matmul_format is not None and target.matmul_format not in on.chip.native:
         target.note(
@@ -125,7 +122,7 @@ def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> An
 
 def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of a server on a mesh of ``devices``."""
-    job = program.job.settle(on)
+    job = program.job.for_slice(on)
     target = MeshTarget.of(job, on.platform, devices)
     decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.served)
     sizes = (program.rows, program.tokens, program.context)

@@ -12,10 +12,11 @@ import numpy as np
 
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.compiling.executable import Loaded, flags_of, load
-from systolic.compiling.steps import described
+from systolic.compiling.tracing import described
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
+from systolic.job.model import check_terms
 from systolic.runs.job_record import JobRecord
 from systolic.runs.weights import Weights
 from systolic.steps.input import evaluation_rows
@@ -24,7 +25,7 @@ from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
 from systolic.steps.programs import compiled, jit_evaluate, jit_train, never
 from systolic.steps.state import TrainState
-from systolic.steps.steps import StepFunctions, wide_copy
+from systolic.steps.step_functions import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 
 COMPARED = 8
@@ -77,7 +78,7 @@ class Setup:
     """Forecast of the train step on these devices."""
     initial: Weights | None = None
     """Initial weights, in place of random ones."""
-    meant: Layout | None = None
+    intended_layout: Layout | None = None
     """Layout on all devices that the job is meant for; None where they are here."""
 
     @property
@@ -114,13 +115,14 @@ class Setup:
         return state.evaluated, state.model_state, batch
 
     def check_metric(self) -> None:
-        """Checks that the task reports the metric of best checkpoints and early stopping.
+        """Checks that the task reports the metric of best checkpoints and early stopping, and the names of what it reports.
 
         Raises:
-            OptionError: it does not; names what it reports.
+            OptionError: it does not, a name is reserved, or none is the loss.
         """
         wanted = self.job.evaluation.metric
         reported = sorted(self.jitted_evaluate.eval_shape(*self.abstract_evaluation))
+        check_terms(self.job.task, reported)
         if wanted not in reported:
             raise OptionError(
                 f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"
