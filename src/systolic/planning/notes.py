@@ -203,7 +203,7 @@ def after_search(
         notes.append(WallLate(seconds=wall.seconds, deadline_seconds=deadline))
     if wall is not None and wall.assumptions:
         notes.append(WallAssumed(assumptions=wall.assumptions))
-    if plan.margin is not None:
+    if plan.margin is not None and plan.goal.objective is not Objective.fit:
         free = best.total is not None and best.total.usd == 0.0
         wanted = Objective.time if free else plan.goal.objective
         notes.append(NotCompiled(margin=plan.margin, objective=wanted))
