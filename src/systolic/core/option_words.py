@@ -8,10 +8,12 @@ The option that a misspelt one is meant to be.
 import difflib
 import enum
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import Any
 
 from systolic.core.ranges import dashed
@@ -104,7 +106,20 @@ def _words(value: Any) -> list[str]:
         return [word for pair in value.items() for part in pair for word in _words(part)]
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in _words(part)]
-    return [str(value)]
+    return [path_text(value) if isinstance(value, PurePath) else str(value)]
+
+
+_BUCKET = re.compile(r"(gs|s3):/+")
+
+
+def path_text(path: PurePath) -> str:
+    """Text of a path; where it is of a bucket with both slashes, of which ``Path`` removes one."""
+    return _BUCKET.sub(r"\1://", str(path)) if is_in_bucket(path) else str(path)
+
+
+def is_in_bucket(path: PurePath) -> bool:
+    """Whether a path has the scheme of a bucket, ``gs://`` or ``s3://``."""
+    return _BUCKET.match(str(path)) is not None
 
 
 _typed_words: tuple[str, ...] = ()
