@@ -215,6 +215,12 @@ def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> 
         assert "--path is corpus, which does not exist here; give a path that does" in err
 
 
+def test_processes_of_one_machine_are_no_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run("launch digits --on v5e-4 --via local --processes 2", capsys)
+    assert "launch   digits-v5e-4 on v5e-4: 4 chips, 1 host\n" in out
+    assert "2 processes with 2 virtual CPU devices each stand in for the host of v5e-4" in out
+
+
 @pytest.mark.parametrize(
     "via", ["tpu-vm --on v5e-4 --zone us-west4-a --run gs://b-b/x", "slurm --on 8xh100"]
 )

@@ -141,7 +141,7 @@ def typed_as(words: Sequence[str]) -> Generator[None]:
         _typed_words = before
 
 
-_OTHER_WORD = {"--on": "--rehearse SLICE"}
+_OTHER_WORD = {"--on": "--rehearse SLICE", "--data": "--path PATH", "--path": "--data PATH"}
 """Options of other commands to what a command that lacks them has instead."""
 
 
@@ -151,6 +151,9 @@ def nearest_option(option: str, names: Collection[str]) -> str:
     if other and option not in names and other.partition(" ")[0] in names:
         return f"; did you mean {other}?"
     full = {name.removeprefix("--"): name for name in sorted(names)}
+    if option == "--data":
+        # An axis of the mesh, which is no path.
+        full.pop("layout.data", None)
     last = {short.rpartition(".")[2]: name for short, name in full.items()}
     typed = {**last, **full}
     word = option.removeprefix("--")
