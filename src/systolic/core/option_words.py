@@ -106,6 +106,8 @@ def _words(value: Any) -> list[str]:
         return [word for pair in value.items() for part in pair for word in _words(part)]
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in _words(part)]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return [f"{value:.0f}"]
     return [path_text(value) if isinstance(value, PurePath) else str(value)]
 
 
