@@ -63,12 +63,11 @@ class OutOfRangeError(OptionError):
 
 
 class MissingExtraError(SystolicError):
-    """A feature whose optional packages are not installed."""
+    """A feature whose packages are not installed. The command line is right, and the machine lacks something: exit code 1."""
 
-    def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(
-            f"{feature} needs packages that are not installed: pip install 'systolic[{extra}]'"
-        )
+    def __init__(self, feature: str, extra: str = "", *, package: str = "") -> None:
+        what = package or f"'systolic[{extra}]'"
+        super().__init__(f"{feature} needs packages that are not installed: pip install {what}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
