@@ -133,6 +133,7 @@ def test_errors_page_has_every_class():
             if name != "SystolicError":
                 section = next(part for part in text.split("\n## ") if f"`{name}`" in part)
                 assert int(CODE.search(section)[1]) == value.exit_code, name
+                assert f"`[{value.short_name}]`, `{name}`" in section, name
 
 
 def test_rows_are_complete(extension):

@@ -181,7 +181,7 @@ class Heartbeat:
         dead = self.dead(DEAD_SECONDS)
         if dead:
             self._record("lost", _names(dead))
-            print(f"systolic: {_lost(dead)}", file=sys.stderr, flush=True)
+            print(f"systolic: {LostError(_lost(dead)).line}", file=sys.stderr, flush=True)
             # The main thread waits in a collective that never completes.
             os._exit(LostError.exit_code)
         for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
