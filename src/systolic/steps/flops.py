@@ -14,7 +14,7 @@ class Products(NamedTuple):
 
     forward: float = 0.0
     backward: float = 0.0
-    """Of the gradients of their operands, as far as these depend on weights."""
+    """FLOPs of the gradients of their operands, as far as these depend on weights."""
 
 
 def count(function: Callable[..., Any], *args: Any) -> float:
@@ -52,7 +52,8 @@ def _jaxpr(jaxpr: Jaxpr, graded: Sequence[bool]) -> tuple[Products, list[bool]]:
     for equation in jaxpr.eqns:
         more, results = _equation(equation, of(equation.invars))
         total = Products(*map(sum, zip(total, more, strict=True)))
-        for variable, has_gradient in zip(equation.outvars, results, strict=True):
+        outputs: list[Any] = equation.outvars
+        for variable, has_gradient in zip(outputs, results, strict=True):
             known[variable] = has_gradient and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     return total, of(jaxpr.outvars)
 
@@ -73,14 +74,17 @@ def _equation(equation: Any, graded: list[bool]) -> tuple[Products, list[bool]]:
     nested = [_inside(jaxpr, graded) for jaxpr in inside]
     if len(nested) == 1 and len(nested[0][1]) == len(results):
         results = nested[0][1]
-    times = {"scan": params.get("length"), "shard_map": getattr(params.get("mesh"), "size", None)}
-    factor = float(times.get(primitive) or 1)
+    factor = 1.0
+    if primitive == "scan":
+        factor = float(params["length"])
+    elif primitive == "shard_map":
+        factor = float(params["mesh"].size)
     sums = zip(Products(), *(each for each, _ in nested), strict=True)
     return Products(*(factor * sum(each) for each in sums)), results
 
 
 def _after_turns(equation: Any, graded: Sequence[bool]) -> list[bool]:
-    """Which arguments of a loop have a gradient in any of its turns, since a turn hands results on."""
+    """Whether each argument of a loop has a gradient in any of its turns, since a turn hands results on."""
     params, graded = equation.params, list(graded)
     if equation.primitive.name == "while":
         body, num_carry = params["body_jaxpr"].jaxpr, len(equation.outvars)

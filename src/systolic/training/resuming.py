@@ -3,7 +3,7 @@
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,8 +261,9 @@ def _with_warmup(job: Job, run: OpenedRun, source: JobSource) -> Job:
     warmup = run.record.outline.schedule.warmup
     if warmup == job.schedule.warmup or warmup >= job.steps:
         return job
-    kept = {field.name: getattr(job.schedule, field.name) for field in fields(Schedule)}
-    return replace(job, schedule=Schedule(**{**kept, "warmup": int(warmup)}))
+    own = job.schedule
+    kept = Schedule(kind=own.kind, warmup=int(warmup), decay=own.decay, final=own.final)
+    return replace(job, schedule=kept)
 
 
 def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:
