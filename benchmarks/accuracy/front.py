@@ -44,7 +44,7 @@ def rebuilt() -> Errors:
     return _by_generation(
         (row["generation"], row["error"])
         for row in rows
-        if row.get("half") == "judge" and row.get("error") is not None
+        if report.half(row["id"], row["half"]) == "judge" and row.get("error") is not None
     )
 
 

@@ -33,6 +33,11 @@ LOOKED_INTO = ("maxtext-pr4836-",)
 Row = Mapping[str, Any]
 
 
+def half(name: str, drawn: str) -> str:
+    """``fit`` or ``judge`` of a row, however its program was made: the drawn one, but ``fit`` since it was looked into."""
+    return "fit" if name.startswith(LOOKED_INTO) else drawn
+
+
 def joined(found: Sequence[Row], rebuilt: Sequence[Row]) -> list[dict[str, Any]]:
     """Each row with its published step, its half and our rebuild's error."""
     told = {one["id"]: one for one in json.loads(published.PUBLISHED.read_text())}
@@ -47,9 +52,7 @@ def joined(found: Sequence[Row], rebuilt: Sequence[Row]) -> list[dict[str, Any]]
                 **row,
                 "measured_seconds": measured,
                 "error": seconds / measured - 1 if seconds else None,
-                "half": "fit"
-                if row["id"].startswith(LOOKED_INTO)
-                else published.half(expressed.family),
+                "half": half(row["id"], published.half(expressed.family)),
                 "chips": record["num_chips"],
                 "generation": expressed.family.split()[0],
                 "rebuilt": ours.get(row["id"], {}).get("error"),

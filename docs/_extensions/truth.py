@@ -85,7 +85,7 @@ def published() -> tuple[PublishedRow, ...]:
                 rebuilt=Forecast(
                     row.get("forecast_seconds"),
                     row.get("error"),
-                    row["half"],
+                    report.half(row["id"], row["half"]),
                     row.get("reason") or row.get("problem") or _known(report, row, reasons),
                 ),
             )
@@ -157,9 +157,6 @@ def rows_table() -> str:
 
 def _line(row: PublishedRow) -> str:
     own, rebuilt = row.own, row.rebuilt
-    half = (
-        rebuilt.half if own is None or own.half == rebuilt.half else f"{own.half} / {rebuilt.half}"
-    )
     known = "; ".join(
         text
         for text in (
@@ -171,7 +168,7 @@ def _line(row: PublishedRow) -> str:
     cells = [
         row.id,
         row.slice,
-        half,
+        rebuilt.half,
         _seconds(row.measured),
         _seconds(own and own.seconds),
         _error(own and own.error),

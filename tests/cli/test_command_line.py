@@ -48,6 +48,16 @@ def test_what_is_a_default_is_not_typed() -> None:
     ]
 
 
+def test_a_whole_number_has_no_point() -> None:
+    words = ["--batch-per-device", "64", "--optimizer.learning-rate", "1e-05"]
+    assert option_words(LM.function, asked(*words).options) == words
+
+
+def test_a_path_in_a_bucket_keeps_both_slashes() -> None:
+    options = asked("--path", "gs://b/c").options
+    assert option_words(LM.function, options) == ["--path", "gs://b/c"]
+
+
 def test_a_default_that_was_typed_stays() -> None:
     """A run that continues may have another value than the default."""
     words = ["--steps", "1000", "--seed", "3", "--model.no-tie-embeddings", "--precision=auto"]

@@ -33,6 +33,12 @@ CASES = [
     (["train", "bytes", "--on", "v5e-4"], 2, "has no option --on; did you mean --rehearse SLICE?"),
     (["train", "bytes", "--tokens", "9"], 2, "has no option --tokens; see systolic train bytes -"),
     (["recipes", "--on", "v5e-4"], 2, "systolic recipes has no option --on; see systolic rec"),
+    (["train", "lm", "--data", "missing"], 2, "has no option --data; did you mean --path PATH?"),
+    (
+        ["train", "digits", "--data", "missing"],
+        2,
+        "digits has no option --data; see systolic train",
+    ),
     (["train", "bytes", "--layers", "3"], 2, "did you mean --model.layers?"),
     (["train", "nowhere.py:job"], 2, "nowhere.py is not a file"),
     (["train", "bytes", "--resume", "runs/x"], 2, "--resume takes a run and no recipe"),

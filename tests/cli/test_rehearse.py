@@ -61,8 +61,8 @@ def test_a_slice_that_cannot_be_rehearsed(capsys, on: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("on", "options", "said"),
     [
-        ("v5e-8", ["--layout.fsdp", "3"], "layout (fsdp 3) is for 3 devices, 8 available"),
-        ("v5e-8", ["--layout.tensor", "3"], "needs a multiple of 3 devices, 8 available"),
+        ("v5e-8", ["--layout.fsdp", "3"], "layout (fsdp 3) is for 3 devices, but 8 are available"),
+        ("v5e-8", ["--layout.tensor", "3"], "needs a multiple of 3 devices, but 8 are available"),
         ("v5e-8", ["--layout.tensor", "4"], "layout.tensor 4 does not divide model.kv-heads 2"),
         ("v5e-8", ["--batch", "12"], "batch of 12 does not divide by 8"),
         ("2xv5e-4", ["--layout.fsdp", "8"], "layout.data 1 is not a multiple of the 2 slices"),

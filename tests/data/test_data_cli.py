@@ -130,6 +130,8 @@ def test_a_recipe_is_inspected_with_its_options(capsys):
         (["pack", "corpus.jsonl", "--field", "body", "--to", "out"], "no text field 'body'; it has text; name it with --field"),
         (["tokenizer", "corpus.jsonl", "--to", "out", "--vocab-size", "300"], "no option --vocab-size; did you mean --vocab?"),
         (["pack", "corpus.jsonl.GZ", "--to", "out"], "decompress it first: gunzip -k corpus.jsonl.GZ"),
+        (["inspect", "missing/"], "missing/ is neither data nor a recipe; give a path that exists"),
+        (["inspect", "lmm"], "lmm is neither data nor a recipe; did you mean lm?; give a path"),
         (["inspect", "corpus.josnl"], "corpus.josnl is neither data nor a recipe; did you mean corpus.jsonl?; give"),
         (["pack", "x.jsonl", "--to", "out"], "x.jsonl does not exist; give a file or folder of text"),
         (["inspect", "a.xlsx"], "a.xlsx is a spreadsheet; save it as CSV"),

@@ -133,6 +133,7 @@ def test_errors_page_has_every_class():
             if name != "SystolicError":
                 section = next(part for part in text.split("\n## ") if f"`{name}`" in part)
                 assert int(CODE.search(section)[1]) == value.exit_code, name
+                assert f"`[{value.short_name}]`, `{name}`" in section, name
 
 
 def test_rows_are_complete(extension):
@@ -153,6 +154,7 @@ def test_rows_are_complete(extension):
 def test_rows_agree_with_front(extension):
     """The judge half of the table gives the means that ``front.py`` prints."""
     front, *_ = extension.modules()
+    assert all(row.own is None or row.own.half == row.rebuilt.half for row in extension.published())
     for kind, errors in (("own", front.own_programs()), ("rebuilt", front.rebuilt())):
         for generation, values in errors.items():
             mine = [

@@ -53,6 +53,7 @@ def test_two_hosts_with_other_data_are_told_apart(tmp_path: Path) -> None:
     for answer in answers:
         assert of(answer, "hosts")[0]["text"] == "2 processes on 1 host connected"
         assert of(answer, "network")[0]["status"] == "ok"
+        assert not of(answer, "peers"), "it advises to run what has just run"
         [wrong] = of(answer, "data")
         assert wrong["status"] == "failed"
         host = socket.gethostname()

@@ -115,7 +115,9 @@ def test_the_programs_that_a_profile_holds(capsys: pytest.CaptureFixture[str]):
 
 def test_a_profile_without_its_program_says_so(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", str(EXCERPTS / HOST_OFFLOAD), "--against", "program"]) != 0
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    shown = capsys.readouterr()
+    assert shown.out == "", "before anything is explained, or compiled for a run's profile"
+    (line,) = shown.err.strip().splitlines()
     assert "does not hold its programs; give the program's dump" in line
 
 

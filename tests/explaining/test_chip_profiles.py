@@ -211,7 +211,7 @@ def test_lines_that_price_nothing_name_what_does(capsys: pytest.CaptureFixture[s
     assert main(["explain", str(path), "--against", "lines"]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert "no op of the profile is priced by its line alone" in line
-    assert line.endswith("give --against program")
+    assert line.endswith("give --against program [option]")
     assert main(["explain", str(path), "--against", "program"]) == 0
     shown = capsys.readouterr().out
     assert "measured 0.0758 ms a run (median of 3), simulated 0.0749 ms" in shown

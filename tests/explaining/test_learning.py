@@ -87,6 +87,32 @@ def test_a_learning_rate_far_too_high_diverges(tmp_path: Path):
     assert cause.advice[0].startswith("learning rate 10 ")
 
 
+def test_a_loss_that_blew_up_and_ends_where_it_began_has_diverged(tmp_path: Path):
+    """As digits does with a learning rate of 1: up, and back to a guess, with all units dead."""
+    curve = [2.32, 45.1, 26.1, 5.7, 4.4, 13.9, 6.1, 6.6, 5.4, 2.4, *[2.31, 2.3] * 20]
+    by_name = {}
+    for name, losses in {
+        "blown": curve,
+        "spiked": [2.32, *[2.31, 2.3] * 20, 45.1, *[2.3] * 9],
+    }.items():
+        with Run.create(tmp_path / name, {"job": {"name": "made"}, "options": {}}) as run:
+            for step, loss in enumerate(losses, 1):
+                figures = {
+                    "loss": loss,
+                    "grad_norm": 1.0,
+                    "learning_rate": 1.0,
+                    "step_seconds": 1.0,
+                }
+                run.append(
+                    {"kind": "train", "step": step, "time": step, "data_wait": 0.0} | figures
+                )
+        by_name[name] = learning(load_run(tmp_path / name))
+    (cause,) = by_name["blown"]
+    assert cause.title == "The loss blew up: 2.32 at the start, 45.1 at step 2, 2.3 at the end"
+    assert cause.advice[0].startswith("learning rate 0.333")
+    assert [cause.name for cause in by_name["spiked"]] == ["loss-spikes", "plateau"]
+
+
 def test_layers_that_a_high_learning_rate_has_killed(tmp_path: Path):
     high = Optimizer(learning_rate=0.5)
     found = explained(planted.job(optimizer=high, steps=60), tmp_path, every=5)
@@ -568,7 +594,9 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
     assert shown[0] == "runs/x: 12 problems found"
     assert len(shown) <= HEIGHT
     assert all(len(line) <= 80 for line in shown)
-    assert "more (--json): " in shown[-1] or "more (--json): " in shown[-2]
+    assert [line.split("  ")[0] for line in shown if "Trouble" in line] == [
+        f"{n + 1}. Trouble {n}" for n in range(12)
+    ]
     few = [line.plain for line in lines("runs/x", many[:1], 80)]
     assert sum(line.startswith("    try") for line in few) == 1
     assert next(line.plain for line in lines("runs/x", [], 80)).endswith("no problem found")
@@ -580,7 +608,13 @@ def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(healthy: RunRecord)
     ended = [msgspec.structs.replace(look, learning_rate=-1.6e-9) for look in history.diagnoses]
     decayed = replace(history, diagnoses=ended)
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
-    assert any("has decayed" in line for line in unknown(decayed))
+    assert any(line.startswith("updates by layer were") for line in unknown(decayed))
+    # Ratios of updates are scaled to the peak's rate and judged; what rounding loses is not.
+    late = [msgspec.structs.replace(look, learning_rate=1e-5) for look in history.diagnoses]
+    scaled = replace(history, diagnoses=late)
+    assert layers.ratios(scaled)
+    (line,) = (line for line in unknown(scaled) if "has decayed" in line)
+    assert line.startswith("whether rounding loses updates: they were probed only where")
     assert not any("has decayed" in line for line in unknown(history))
     running = replace(history, path=Path("a run"), diagnoses=(), summary=None)
     assert unknown(running)[0].endswith("; systolic train --resume 'a run' --diagnose 50")

@@ -35,10 +35,16 @@ def test_one_slice_has_no_copies() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Layout(fsdp=8), r"\(fsdp 8\) is for 8 devices, 16 available; give an axis more, or set"),
-        (Layout(fsdp=8, tensor=4), "is for 32 devices, 16 available; give an axis fewer"),
-        (Layout(fsdp=1), "all axes 1.* is for 1 devices, 16 available"),
-        (Layout(tensor=3), "needs a multiple of 3 devices, 16 available"),
+        (
+            Layout(fsdp=8),
+            r"\(fsdp 8\) is for 8 devices, but 16 are available; choose axes whose product is 16, or set one to -1 to take",
+        ),
+        (
+            Layout(fsdp=8, tensor=4),
+            "is for 32 devices, but 16 are available; choose axes whose product is 16",
+        ),
+        (Layout(fsdp=1), "all axes 1.* is for 1 device, but 16 are available"),
+        (Layout(tensor=3), "needs a multiple of 3 devices, but 16 are available"),
     ],
 )
 def test_a_layout_of_another_size_says_so(given: Layout, said: str) -> None:

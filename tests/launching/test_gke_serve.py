@@ -203,9 +203,9 @@ def test_it_is_not_root_and_holds_no_secret() -> None:
     assert keys["secret"] == {"secretName": "keys", "defaultMode": 0o440}
     image = (Path(__file__).parents[2] / "src/systolic/serving/docker/Dockerfile.jinja").read_text()
     assert f"USER {spec['securityContext']['runAsUser']}" in image
-    assert ["/srv", "/var/cache/systolic"][1] in {
-        one["mountPath"] for one in container["volumeMounts"]
-    }
+    # An image of one's own has no SYSTOLIC_CACHE, and its root is read-only.
+    assert {"name": "SYSTOLIC_CACHE", "value": "/var/cache/systolic"} in container["env"]
+    assert "/var/cache/systolic" in {one["mountPath"] for one in container["volumeMounts"]}
 
 
 def test_the_policy_lets_in_the_namespace_and_the_collector() -> None:

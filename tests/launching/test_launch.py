@@ -201,6 +201,8 @@ def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> 
         assert told in err
         _, err = run(f"launch lm {there} --train=--init-from=texts/a.txt", capsys, 2)
         assert "--train is texts/a.txt, a path relative" in err
+        _, err = run(f"launch lm --path corpus/ {there}", capsys, 2)
+        assert "--path is corpus, a path relative to this folder" in err, "missing ones are too"
         assert not Path("launches").exists()
         out, _ = run(f"launch lm --path {Path('texts').resolve()} {there}", capsys)
         assert f"--path is {Path('texts').resolve()}, a path of this machine" in out
@@ -208,6 +210,26 @@ def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> 
         shutil.rmtree("launches")
     out, _ = run("launch lm --path texts --on v5e-4 --via local", capsys)
     assert "launch   lm-v5e-4 on" in out, "the same name"
+    for via in ("local", "docker --image r/s:1"):
+        _, err = run(f"launch lm --path corpus/ --on 1xcpu --via {via}", capsys, 2)
+        assert "--path is corpus, which does not exist here; give a path that does" in err
+
+
+def test_processes_of_one_machine_are_no_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run("launch digits --on v5e-4 --via local --processes 2", capsys)
+    assert "launch   digits-v5e-4 on v5e-4: 4 chips, 1 host\n" in out
+    assert "2 processes with 2 virtual CPU devices each stand in for the host of v5e-4" in out
+
+
+@pytest.mark.parametrize(
+    "via", ["tpu-vm --on v5e-4 --zone us-west4-a --run gs://b-b/x", "slurm --on 8xh100"]
+)
+def test_a_path_in_a_bucket_keeps_its_slashes(via: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Path has one; and it is no path relative to this folder."""
+    out, _ = run(f"launch lm --path gs://b-b/corpus/ --via {via}", capsys)
+    assert "systolic train lm --path gs://b-b/corpus --run " in out
+    (record,) = Path("launches").glob("*/launch.json")
+    assert "gs:/b-b" not in record.read_text()
 
 
 def test_the_bill_counts_the_steps_that_the_machines_train() -> None:

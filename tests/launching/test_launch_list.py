@@ -107,7 +107,7 @@ def test_a_record_of_other_types_is_damaged(capsys: pytest.CaptureFixture[str]) 
     assert "here.json is damaged" in err
     err = run("status launches/here", capsys, 1)[1]
     reason = "damaged (Expected `float | null`, got `str` - at `$.bill.usd_per_hour`)"
-    assert err == f"systolic: launches/here/launch.json is {reason}; launch it again\n"
+    assert err == f"systolic: launches/here/launch.json is {reason}; launch it again [data]\n"
     err = run("launch digits --on 2xcpu --via local --name here", capsys, 2)[1]
     assert "launch.json is empty, cut short or damaged, and the list has no copy" in err
 

@@ -135,7 +135,7 @@ def test_a_damaged_file_of_a_process_is_one_line(
     assert "mine  local  2xcpu  unknown" in shown
     assert f"problem  {line}\n" in run("status mine", 1)
     assert json.loads(run("status mine --json"))["trouble"] == line
-    assert run("stop mine", 1) == f"systolic: {line}\n"
+    assert run("stop mine", 1) == f"systolic: {line} [data]\n"
     (folder / name).unlink()
     assert "mine on 2xcpu via local: " in run("status mine")
 

@@ -283,8 +283,8 @@ def test_damaged_settings_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     }.items():
         (tmp_path / SETTINGS).write_text(text)
         assert supervisor(tmp_path) == 1
-        line = f"systolic: {tmp_path / SETTINGS} is {reason}; launch it again\n"
+        line = f"systolic: {tmp_path / SETTINGS} is {reason}; launch it again [data]\n"
         assert capsys.readouterr().err == line
     (tmp_path / SETTINGS).unlink()
     assert supervisor(tmp_path) == 2
-    assert capsys.readouterr().err.endswith("local.json is missing; launch it again\n")
+    assert capsys.readouterr().err.endswith("local.json is missing; launch it again [not-found]\n")

@@ -183,7 +183,6 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
         on="v5e,v6e",
         goal="fit",
         programs=8,
-        finalists=0,
         workers=1,
         evaluator=asked,
     )
@@ -194,6 +193,9 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     assert list(dict.fromkeys(one.on.name for one in asked.asked)) == ["v5e-1", "v6e-1"]
     assert [one.total is not None for one in made.tried][-1:] == [True]
     assert sum(one.total is not None for one in made.tried) == 1
+    assert not any(one.full for one in made.tried), "memory is exact without a full compile"
+    assert not any("--programs" in one.reason for one in made.refused)
+    assert not any("--programs" in text(note) for note in made.notes)
     ended = "the search ended once a layout fitted, and this is the one found by then; --on v6e-1 --goal time goes on for speed"
     assert ended in map(text, made.notes)
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}

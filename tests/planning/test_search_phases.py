@@ -14,10 +14,13 @@ from systolic.job import Job, Precision
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.display import readings
+from systolic.planning.display.text import text
 from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal, Objective
+from systolic.planning.notes import after_search
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.search import Limits, Search, SearchProgress, SearchStage, shared
+from systolic.planning.space import Freedom, RefusalRule, Refused
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.tiers import some
@@ -242,3 +245,14 @@ def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout() -> None:
     assert search._dominated(bf16) is not None
     assert search._dominated(replace(bf16, precision=Precision.int8)) is None
     assert search._dominated(replace(bf16, base=("--xla_tpu_x=1",))) is None
+
+
+def test_a_chip_without_a_compile_has_its_reason_in_the_note() -> None:
+    """Not "see rejected": there only the nearest miss of each rule is named, and where the search was ended, nothing is."""
+    places = [slice(name) for name in ("v5e-16", "v6e-8", "v5p-8")]
+    plan = planned("v5e-16", goal=Goal(units=20e9), programs=1)
+    larger = Refused(on=places[1], rule=RefusalRule.larger, reason="has 8 chips")
+    plan = replace(plan, refused=[*plan.refused, larger])
+    lines = [text(note) for note in after_search(plan, places, Freedom(), 0)]
+    assert "no slice of v6e was compiled; v6e-8: has 8 chips" in lines
+    assert "no slice of v5p was compiled; the search ended before it came to one" in lines

@@ -220,11 +220,11 @@ def test_a_timed_call_without_memory_is_one_line(
     given = "--prompt-tokens", "100000", "--repeats", "1"
     said = refused(capsys, "compare", source, source, *given)
     assert "a timed call (rows 1, prompt tokens 100000) needs more memory" in said
-    assert said.endswith("B here; lower --prompt-tokens")
+    assert said.endswith("B here; lower --prompt-tokens [option]")
     out = tmp_path / "out"
     assert main(["quantize", str(source), "--to", "int8", "--out", str(out)]) == 2
     shown = capsys.readouterr()
     assert "largest difference" in shown.out  # what is known is told
     said = shown.err.splitlines()[-1]
-    assert said.endswith("all files are written, and systolic compare times smaller calls")
+    assert said.endswith("all files are written, and systolic compare times smaller calls [option]")
     assert main(["verify", str(out)]) == 0

@@ -101,7 +101,7 @@ def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
     assert measured["metrics"][str(tmp_path / "elsewhere")]["accuracy"] == 1.0
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"systolic: {tmp_path / 'pictures'} is not a folder; give {tmp_path / 'run'} other data with --path"
+        f"systolic: {tmp_path / 'pictures'} is not a folder; give {tmp_path / 'run'} other data with --path [not-found]"
     )
 
 

@@ -142,10 +142,10 @@ def test_a_folder_with_other_contents_is_opened_again(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--page-size", "7"], "--chunk is 256 and --page-size 7; give a --chunk that is a multiple of --page-size"),
-        (["--context", "1"], "--context is 1; it must be 0, or at least 2"),
-        (["--deadline-seconds", "-5"], "--deadline-seconds is -5.0; it must be above 0"),
-        (["--deadline-seconds", "nan"], "--deadline-seconds is nan, not a finite number; it must be above 0"),
+        (["--page-size", "7"], "--chunk is 256 and --page-size 7; give a --chunk that is a multiple of --page-size [option]"),
+        (["--context", "1"], "--context is 1; it must be 0, or at least 2 [range]"),
+        (["--deadline-seconds", "-5"], "--deadline-seconds is -5.0; it must be above 0 [range]"),
+        (["--deadline-seconds", "nan"], "--deadline-seconds is nan, not a finite number; it must be above 0 [range]"),
     ],
 )  # fmt: skip
 def test_options_are_judged_before_the_server_listens(
@@ -329,7 +329,7 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         port = other.getsockname()[1]
         # Said before a model is opened, in one line.
         assert main(["serve", str(tmp_path / "tiny"), "--port", str(port)]) == 1
-        told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
+        told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one [run]"
         assert capsys.readouterr().err.splitlines() == [told]
         with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
             serve([str(tmp_path)], ServeSettings(address=Address(port=port)))

@@ -1,6 +1,8 @@
 """What a run is refused to go on with: known from its own files, so before jax is imported."""
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +51,7 @@ def refused(home: Path, capsys: pytest.CaptureFixture[str], *changes: str) -> tu
     code = main(["train", "--resume", str(run), *(changes or ("--steps", "5"))])
     assert files(run) == before
     (line,) = capsys.readouterr().err.splitlines()
-    return code, line.removeprefix("systolic: ")
+    return code, re.sub(r"^systolic: | \[\S+\]$", "", line)
 
 
 @pytest.mark.parametrize(("file", "split"), [("text/7.txt", "train"), ("held.txt", "validation")])
@@ -75,6 +77,23 @@ def test_moved_data_is_the_same(home: Path, capsys: pytest.CaptureFixture[str]):
     record = json.loads((home / "run" / "job.json").read_text())["data"]
     assert record["train"]["where"] == str(moved)
     assert record["validation"]["where"] == str(home / "new.txt")
+
+
+def test_more_steps_do_not_warm_up_again(home: Path):
+    """A recipe fits its warm-up to a tenth of the steps: 1 of 3, and of 60 it would be 6, with 4/6 of the peak at step 4."""
+    run = home / "run"
+    assert main(["train", "--resume", str(run), "--steps", "60", "--json", "--quiet"]) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = {r["step"]: r["learning_rate"] for r in records if r["kind"] == "train"}
+    # Cosine from 1 to 0.1 over the 59 steps after the warm-up: 2 of them are before step 4.
+    cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * 2 / 59)) / 2
+    assert rates[4] / rates[1] == pytest.approx(cosine, rel=2e-3)
+    job = json.loads((run / "job.json").read_text())["job"]
+    assert job["schedule"]["warmup"] == 1
+    again = ["--steps", "62", "--schedule.warmup", "5", "--json", "--quiet"]
+    assert main(["train", "--resume", str(run), *again]) == 0
+    job = json.loads((run / "job.json").read_text())["job"]
+    assert job["schedule"]["warmup"] == 5
 
 
 @pytest.mark.parametrize(
@@ -143,14 +162,14 @@ def test_weights_of_another_kind_of_model_begin_nothing(
     assert main(["train", "digits", "--steps", "1", *begin]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"systolic: init-from {home / 'run'} holds the weights of a Decoder, and digits trains a CNN; give a run of the same kind of model"
+        f"systolic: init-from {home / 'run'} holds the weights of a Decoder, and digits trains a CNN; give a run of the same kind of model [run]"
     )
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\2\0\0\0\0\0\0\0{}")
     assert main(["train", "digits", "--steps", "1", "--init-from", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        "is a file; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
+        "is a file; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors [not-found]"
     )
 
 

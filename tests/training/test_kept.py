@@ -361,7 +361,7 @@ def test_a_run_continues_with_the_recipe_that_began_it_alone(
         assert main(["train", *command, "--run", str(run), "--continue", "--json"]) == 2
         assert (run / "job.json").read_bytes() == before
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith(f"continue it as it is: systolic train --resume {run}")
+        assert line.endswith(f"continue it as it is: systolic train --resume {run} [option]")
         return line
 
     mine = str(code / "mine.py")

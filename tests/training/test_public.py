@@ -116,7 +116,7 @@ def test_a_recipe_takes_options_and_is_interrupted_and_resumed(
     assert {record["kind"] for record in told.records} >= {"start", "train", "event"}
     second = systolic.resume(run, scale=2.0)
     assert (second.interrupted, second.summary["steps"]) == (None, 12)
-    assert second.warnings == (f"{run} continues with --scale 2.0 (was 1.0)",)
+    assert second.warnings == (f"{run} continues with --scale 2 (was 1)",)
     record = Run.open(run).read_job()
     assert (record["recipe"], record["options"]["width"], record["options"]["scale"]) == (
         RECIPE,

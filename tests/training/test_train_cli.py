@@ -71,7 +71,7 @@ def test_from_start_over_an_interruption_to_the_end(
     assert main(["train", "--resume", str(run), "--scale", "2.0", "--json"]) == 0
     _, err = capsys.readouterr()
     assert err.startswith(
-        f"systolic: {run} is finished at step 16, so --scale 2.0 (was 1.0) is ignored; give a larger --steps"
+        f"systolic: {run} is finished at step 16, so --scale 2 (was 1) is ignored; give a larger --steps"
     )
     assert main(["train", "--resume", str(run), "--steps", "20", "--json"]) == 0
     out, err = capsys.readouterr()

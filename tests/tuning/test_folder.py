@@ -52,7 +52,7 @@ def test_a_folder_that_is_no_study_is_refused_and_left_alone(
         assert out == ""
         (line,) = err.splitlines()
         assert line.startswith(f"systolic: --study {folder} has files and is no study (it has no")
-        assert line.endswith("; give a new or an empty folder")
+        assert line.endswith("; give a new or an empty folder [taken]")
     assert files(folder) == before
     assert files(tmp_path) == sorted(["s", *(f"s/{one}" for one in before)])
 

@@ -532,7 +532,7 @@ def guarded(work: Callable[[], int | None]) -> int:
     try:
         return int(work() or 0)
     except SystolicError as error:
-        print(f"systolic: {error}", file=sys.stderr)
+        print(f"systolic: {error.line}", file=sys.stderr)
         return error.exit_code
     except TerminatedError:
         print("systolic: ended by SIGTERM", file=sys.stderr)

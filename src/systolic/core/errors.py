@@ -17,37 +17,52 @@ class SystolicError(Exception):
     """2 for a wrong command line: an option, its value, or a path that is missing, taken or of a kind that the verb does not take,
     such as a model of an unknown family. 1 for a right one: files are damaged, have other contents or do not match, or the machine,
     the compiler or the training failed; a verb returns 1 itself where its answer is no (does not fit, differs, lines that failed)."""
+    short_name = ""
+    """Name of its kind in docs/errors.md; empty where that has none."""
+
+    @property
+    def line(self) -> str:
+        """The line that a verb prints: the message, then the short name in brackets."""
+        return f"{self} [{self.short_name}]" if self.short_name else str(self)
 
 
 class OptionError(SystolicError):
     """A command line option or argument that does not exist, does not parse, or asks for the impossible."""
 
+    short_name = "option"
     exit_code = 2
 
 
 class NotFoundError(SystolicError):
     """A name, a file or a folder that does not exist."""
 
+    short_name = "not-found"
     exit_code = 2
 
 
 class DataError(SystolicError):
     """Data that is empty, damaged or of another kind than the recipe reads."""
 
+    short_name = "data"
+
 
 class LayoutError(SystolicError):
     """A layout that does not divide the model, the batch or the slice."""
 
+    short_name = "layout"
     exit_code = 2
 
 
 class RunError(SystolicError):
     """A run that cannot continue: damaged, diverged, or failed to save."""
 
+    short_name = "run"
+
 
 class LostError(RunError):
     """Another process of the job died or is out of reach; this one can go on when all are started again."""
 
+    short_name = "lost"
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h, so that a cluster can tell the survivors of a lost host from a training that failed."""
 
@@ -55,20 +70,24 @@ class LostError(RunError):
 class TakenError(RunError):
     """A folder for a new run that is not empty."""
 
+    short_name = "taken"
     exit_code = 2
 
 
 class OutOfRangeError(OptionError):
     """A number that is outside of its option's range, whatever the other options are."""
 
+    short_name = "range"
+
 
 class MissingExtraError(SystolicError):
-    """A feature whose optional packages are not installed."""
+    """A feature whose packages are not installed. The command line is right, and the machine lacks something: exit code 1."""
 
-    def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(
-            f"{feature} needs packages that are not installed: pip install 'systolic[{extra}]'"
-        )
+    short_name = "missing-extra"
+
+    def __init__(self, feature: str, extra: str = "", *, package: str = "") -> None:
+        what = package or f"'systolic[{extra}]'"
+        super().__init__(f"{feature} needs packages that are not installed: pip install {what}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -3,10 +3,12 @@
 import difflib
 import enum
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import Any
 
 from systolic.core.ranges import dashed
@@ -99,7 +101,22 @@ def _words(value: Any) -> list[str]:
         return [word for pair in value.items() for part in pair for word in _words(part)]
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in _words(part)]
-    return [str(value)]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e6:
+        return [f"{value:.0f}"]
+    return [path_text(value) if isinstance(value, PurePath) else str(value)]
+
+
+_BUCKET = re.compile(r"(gs|s3):/+")
+
+
+def path_text(path: PurePath) -> str:
+    """Text of a path; where it is of a bucket with both slashes, of which ``Path`` removes one."""
+    return _BUCKET.sub(r"\1://", str(path)) if is_in_bucket(path) else str(path)
+
+
+def is_in_bucket(path: PurePath) -> bool:
+    """Whether a path has the scheme of a bucket, ``gs://`` or ``s3://``."""
+    return _BUCKET.match(str(path)) is not None
 
 
 _typed_words: tuple[str, ...] = ()
@@ -121,7 +138,7 @@ def typed_as(words: Sequence[str]) -> Generator[None]:
         _typed_words = before
 
 
-_OTHER_WORD = {"--on": "--rehearse SLICE"}
+_OTHER_WORD = {"--on": "--rehearse SLICE", "--data": "--path PATH", "--path": "--data PATH"}
 """Options of other commands to what a command that lacks them has instead."""
 
 
@@ -131,6 +148,9 @@ def nearest_option(option: str, names: Collection[str]) -> str:
     if other and option not in names and other.partition(" ")[0] in names:
         return f"; did you mean {other}?"
     full = {name.removeprefix("--"): name for name in sorted(names)}
+    if option == "--data":
+        # An axis of the mesh, which is no path.
+        full.pop("layout.data", None)
     last = {short.rpartition(".")[2]: name for short, name in full.items()}
     typed = {**last, **full}
     word = option.removeprefix("--")

@@ -269,11 +269,7 @@ def inspect(
 
     path = Path(target)
     if not path.exists():
-        from systolic import recipes
-
-        raise NotFoundError(
-            f"{path} is neither data nor a recipe{nearest_file(path) or nearest(str(path), recipes.shipped())}; give a path, or a name of systolic recipes"
-        )
+        raise _neither(str(target))
     if path.is_dir() and ((path / INDEX).is_file() or _holds_pictures(path)):
         return _inspected(str(path), Images(path=path), split, examples)
     data = Documents(path=path, tokenizer=_path(tokenizer), sequence=sequence, field=field)
@@ -331,13 +327,30 @@ def _inspected(target: str, data: Data, split: Split, examples: int) -> Inspecte
 
 
 def is_data(target: str) -> bool:
-    """Whether a target is data on disk, not the name or file of a recipe."""
+    """Whether a target is data on disk, not the name or file of a recipe.
+
+    Raises:
+        NotFoundError: it is neither.
+    """
     from systolic import recipes
 
     path = Path(target)
-    # A name that is nearly that of a file is meant as one, unless it is a recipe's: qwen2.5 has no suffix.
-    file = path.exists() or (path.suffix[1:].isalpha() and nearest_file(path))
-    return target not in recipes.shipped() and bool(file) and path.suffix != ".py"
+    if target in recipes.shipped() or ".py:" in target or path.suffix == ".py":
+        return False
+    if path.exists():
+        return True
+    if recipes.is_named(target):
+        return False
+    raise _neither(target)
+
+
+def _neither(target: str) -> NotFoundError:
+    from systolic import recipes
+
+    near = nearest_file(Path(target)) or nearest(target, recipes.shipped())
+    return NotFoundError(
+        f"{target} is neither data nor a recipe{near}; give a path that exists, or a name of systolic recipes"
+    )
 
 
 def _holds_pictures(path: Path) -> bool:

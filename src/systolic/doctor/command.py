@@ -97,7 +97,9 @@ def diagnose(
     shared = _others(machine, data, wait_seconds) if multi_host else []
     if not no_measure and machine.version("jax") is not None:
         machine = replace(machine, measured=measure(machine, limit_seconds))
-    return Examination(machine=machine, findings=(*shared, *examine(machine)))
+    # The note on peers advises what has just been done.
+    alone = replace(machine, peers="") if multi_host else machine
+    return Examination(machine=machine, findings=(*shared, *examine(alone)))
 
 
 def _refuse(**options: Any) -> None:

@@ -367,12 +367,12 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
     from systolic.forecasting.calibrations import calibration_for
     from systolic.sim.incomplete import given
 
-    place = slice(on) if isinstance(on, str) else on
-    of = step_of_file(Path(path), on=place, step=step, flags=flags, reader=reader, options=options)
     if against is not None and not against.is_file():
         raise NotFoundError(f"{against} is no file; write one with systolic forecast … --json")
     if against is not None and not is_saved(against):
         raise OptionError(f"{against} is not a forecast; write one with systolic forecast … --json")
+    place = slice(on) if isinstance(on, str) else on
+    of = step_of_file(Path(path), on=place, step=step, flags=flags, reader=reader, options=options)
     other = None if against is None else saved_step(against)
     slices = [of.on] if other is None else [of.on, other.on]
     known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
@@ -432,7 +432,7 @@ def explain_profile(
         OptionError: ``chip`` is another than the one that the profile names; or ``against`` is of another program.
         DataError: a file is damaged, or the profile has no steps.
     """
-    from systolic.explaining.profiles import check, explain_beside
+    from systolic.explaining.profiles import check
     from systolic.explaining.profiles import explain_profile as explained
 
     if against:
@@ -444,9 +444,9 @@ def explain_profile(
             workers=bounded_workers(workers),
             trust=trust,
             chip=chip,
+            against=str(against),
         )
-    compared = explain_beside(explanation, str(against)) if against else None
-    return replace(explanation, target=str(path), against=compared)
+    return replace(explanation, target=str(path))
 
 
 # Programs that no recipe made

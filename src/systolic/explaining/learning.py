@@ -27,6 +27,9 @@ BEFORE = 20
 RISE = 1.05
 """Ratio to the best validation loss within which losses count as equal."""
 
+BLOWN_UP = 2.0
+"""Ratio of a smoothed loss to the first record's from which a run that ends no better has diverged."""
+
 GAP = 1.5
 """Ratio of validation to training loss that counts as a gap."""
 
@@ -83,6 +86,14 @@ def diverged(history: RunRecord) -> Cause | None:
         return None
     curve = smooth(history.losses, max(3, len(history.train) // 20))
     first, last, low = curve[0], curve[-1], min(curve)
+    highest = max(history.losses)
+    # Medians of three records or more lie above no single spike.
+    if max(curve[2:]) > BLOWN_UP * first > 0 and last >= 0.9 * first:
+        index = history.losses.index(highest)
+        at, rate = history.train_steps[index], rate_of(history.train[index])
+        title = f"The loss blew up: {first:.4g} at the start, {highest:.4g} at step {at}, {last:.4g} at the end"
+        lower[0] = settings.learning_rate(rate / 3)
+        return _cause("divergence", title, _around(history, at), lower)
     if last <= 1.3 * low or last - low <= 0.3 * (first - low):
         return None
     at = history.train_steps[curve.index(low)]
@@ -422,8 +433,11 @@ def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
             f"gradients, updates and noise by layer were never probed; {probing if over else again}"
         )
     elif not layers.training(history):
+        what = (
+            "whether rounding loses updates: they" if layers.ratios(history) else "updates by layer"
+        )
         questions.append(
-            f"updates by layer were probed only where the learning rate has decayed; to probe before the end: {afresh if over else again}"
+            f"{what} were probed only where the learning rate has decayed; to probe before the end: {afresh if over else again}"
         )
     elif layers.noise_scale(history) is None:
         questions.append(

@@ -117,6 +117,7 @@ def explain_profile(
     workers: int = 0,
     trust: bool = False,
     chip: str = "",
+    against: str = "",
 ) -> ProfileExplanation:
     """Explains the median step of a profile.
 
@@ -126,9 +127,10 @@ def explain_profile(
         workers: Compiles at once; 0 as many as cores and memory allow.
         trust: Execute the run's recipe although it is another user's.
         chip: The devices' chip by its name in the catalogue, for a file that does not name it.
+        against: What :func:`explain_beside` sets beside the profile, before anything compiles; empty for nothing.
 
     Raises:
-        OptionError: ``chip`` is another than the one that the profile names.
+        OptionError: ``chip`` is another than the one that the profile names, or ``against`` can't be set beside it.
         DataError: the profile is damaged, or has no steps.
     """
     from systolic.explaining.causes import causes_of_profile
@@ -147,6 +149,8 @@ def explain_profile(
         profile=profile,
         table=ProfileTable(profile),
     )
+    if against:
+        result = replace(result, against=explain_beside(result, against))
     reporter().update(ExplainProgress(stage=ExplainStage.explained, explanation=result))
     if folder is None or remedies < 1:
         return result

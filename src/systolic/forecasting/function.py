@@ -326,7 +326,7 @@ def _place(
     if by_user:
         if math.prod(axes.values()) != on.num_devices:
             raise OptionError(
-                f"the mesh ({shape_text(axes)}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; change an axis"
+                f"the mesh ({shape_text(axes)}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; choose axes whose product is {on.num_devices}"
             )
         same = [mesh for mesh in meshes if set(mesh.axes) == set(axes)]
         if same and not _devices_of(spread.mesh):

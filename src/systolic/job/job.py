@@ -62,7 +62,7 @@ class Batch:
             return own
         if total is not None and per_device is not None:
             raise OptionError(
-                f"--batch is {total} and --batch-per-device {per_device:g}, which set the same; give one of them"
+                f"--batch is {total} and --batch-per-device is {per_device:g}, and both set the size of the batch; give one of them"
             )
         ranges = ranges_of(cls)
         typed = (("--batch", "total", total), ("--batch-per-device", "per_device", per_device))
@@ -88,11 +88,13 @@ class Batch:
             total = int(exact)
             if exact != total or total < 1:
                 raise LayoutError(
-                    f"batch of {self.per_device} per device on {layout.num_devices} devices is {float(exact):g} examples; it must be a whole number"
+                    f"batch of {self.per_device} per device on {layout.num_devices} devices makes {float(exact):g} examples a step, which must be a whole number of at least 1; change --batch-per-device"
                 )
         ways = layout.batch_ways * layout.accumulate
         if total < 1:
-            raise LayoutError(f"batch is {total}; it is the examples of a step, at least {ways}")
+            raise LayoutError(
+                f"batch is {total}; a step takes at least {ways}, one for each part of the layout"
+            )
         if total % ways:
             raise LayoutError(
                 f"batch of {total} does not divide by {ways} (data {layout.data} x fsdp {layout.fsdp} x expert {layout.expert} x accumulate {layout.accumulate}); use a multiple of {ways}"
@@ -207,7 +209,7 @@ class Job:
         if layout.remat not in self.model.policies():
             known = ", ".join(policy.value for policy in Remat if policy in self.model.policies())
             raise LayoutError(
-                f"layout.remat is {layout.remat.value}, which {type(self.model).__name__} does not follow; it takes {known}"
+                f"layout.remat is {layout.remat.value}, which {type(self.model).__name__} does not support; it takes {known}"
             )
         self.model.check(layout)
         self.model.check_batch(self.batch.resolve(layout) // layout.accumulate)

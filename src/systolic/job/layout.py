@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from systolic.core.errors import LayoutError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
+from systolic.core.units import plural
 
 AXIS = Range(least=1, only=(-1,))
 """Range of an axis size; -1 takes the remaining devices."""
@@ -161,7 +162,7 @@ class Layout:
         free = [axis.value for axis in Axis if self.size(axis) == -1]
         if len(free) > 1:
             raise LayoutError(
-                f"layout has {' and '.join(free)} at -1; only one axis can take the remaining devices, set the others"
+                f"layout has {' and '.join(free)} at -1; only one axis can take the remaining devices, so give the others a size"
             )
         both = sorted(set(self.remat_names) & set(self.saved_names))
         if self.remat is Remat.offload and both:
@@ -170,7 +171,7 @@ class Layout:
             )
         if self.attention_block % 128:
             raise LayoutError(
-                f"layout.attention-block is {self.attention_block}; it is a multiple of 128"
+                f"layout.attention-block is {self.attention_block}; it must be a multiple of 128"
             )
 
     def size(self, axis: Axis) -> int:
@@ -212,10 +213,10 @@ class Layout:
         fixed = self._fixed
         axes = [f"{axis.value} {n}" for axis in Axis if (n := self.size(axis)) not in (1, -1)]
         shape = ", ".join(axes) or "all axes 1"
+        have = f"{num_devices:,} {'is' if num_devices == 1 else 'are'} available"
         if self._free:
-            return f"layout ({shape}) needs a multiple of {fixed} devices, {num_devices} available; change an axis"
-        more = "fewer" if fixed > num_devices else "more"
-        return f"layout ({shape}) is for {fixed} devices, {num_devices} available; give an axis {more}, or set one to -1, which takes the remaining devices"
+            return f"layout ({shape}) needs a multiple of {plural(fixed, 'device')}, but {have}; choose axes whose product divides {num_devices}"
+        return f"layout ({shape}) is for {plural(fixed, 'device')}, but {have}; choose axes whose product is {num_devices}, or set one to -1 to take the remaining devices"
 
     def check_slices(self, num_slices: int) -> None:
         """Whether a definite layout spreads over so many slices.
@@ -226,7 +227,7 @@ class Layout:
         ways = self.size(self.slices)
         if ways % num_slices:
             raise LayoutError(
-                f"layout.{self.slices.value} {ways} is not a multiple of the {num_slices} slices it crosses; change it, or layout.slices"
+                f"layout.{self.slices.value} {ways} is not a multiple of the {num_slices} slices it crosses; choose a multiple, or another axis for layout.slices"
             )
 
     def check_effects(self) -> None:

@@ -16,6 +16,8 @@ from systolic.launching.names import check_image, check_label, check_name, in_bu
 from systolic.launching.texts import rendered, yaml_text
 
 FILE, CHECK = "serve.yaml", "check.sh"
+CACHE = "/var/cache/systolic"
+"""Mount of the volume for compiled programs."""
 LONGEST = 40
 PORT = 8000
 MODEL = "/srv/model"
@@ -304,7 +306,11 @@ def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str
         "name": container_name(server),
         "image": launch.image,
         "command": gke.escaped(command(launch, server)),
-        "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
+        "env": [
+            {"name": "JAX_PLATFORMS", "value": "tpu,cpu"},
+            # The root is read-only, and an image may have the cache elsewhere.
+            {"name": "SYSTOLIC_CACHE", "value": CACHE},
+        ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
         # The server listens at once, and is ready when every program is compiled, which may take minutes.
@@ -325,7 +331,7 @@ def _volumes(launch: Launch, server: GkeServer) -> tuple[list[Any], list[Any]]:
     """Volumes for compiled programs, temporary files, keys and the model's bucket, and their mounts."""
     volumes: list[Any] = [{"name": "cache", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
     mounts: list[Any] = [
-        {"name": "cache", "mountPath": "/var/cache/systolic"},
+        {"name": "cache", "mountPath": CACHE},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
     if server.keys_secret:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from systolic import recipes
 from systolic.chips import Slice, slice
 from systolic.core.distribution import lock, python, write_wheel
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import write_atomically
-from systolic.core.option_words import option_words
+from systolic.core.option_words import is_in_bucket, option_words
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter, working
 from systolic.launching.gke_serve import GkeServer
@@ -300,15 +300,16 @@ def notes(request: LaunchRequest) -> list[str]:
 
 
 def check_paths(request: LaunchRequest) -> None:
-    """Refuses paths in the command that no other machine can have: those relative to this folder.
+    """Refuses paths in the command that no machine can have: those that are not here, and elsewhere those relative to this folder.
 
     Raises:
-        OptionError: an option, or the recipe, is one.
+        OptionError: an option, or the recipe, is relative to this folder.
+        NotFoundError: an option is a path that this machine, which trains, does not have.
     """
     if request.via in OURS:
-        return
+        return _check_ours(request)
     words = [(word.partition("=")[0], word.partition("=")[2] or word) for word in request.train]
-    named = [(f"--{dashed(name)}", str(value)) for name, value in _local(request)]
+    named = [(f"--{dashed(name)}", str(value)) for name, value in _files(request)]
     named += [("--train", word) for _, word in words if "/" in word and Path(word).exists()]
     target = request.recipe.target
     named += [("the recipe", target)] if target in _paths(request) else []
@@ -316,6 +317,15 @@ def check_paths(request: LaunchRequest) -> None:
         if not Path(path).is_absolute():
             raise OptionError(
                 f"{option} is {path}, a path relative to this folder, which the machines of {request.via} do not have; {_elsewhere(request, path)}"
+            )
+
+
+def _check_ours(request: LaunchRequest) -> None:
+    for name, path in _files(request):
+        # A cluster's nodes may have disks that the machine which submits has not.
+        if not path.exists() and not (request.via == SLURM and path.is_absolute()):
+            raise NotFoundError(
+                f"--{dashed(name)} is {path}, which does not exist here; give a path that does, or one in a bucket"
             )
 
 
@@ -332,13 +342,19 @@ def _elsewhere(request: LaunchRequest, path: str) -> str:
     return f"put it {where}, and give that absolute path, which must hold the same here: the options are checked with it"
 
 
-def _local(request: LaunchRequest) -> list[tuple[str, Path]]:
-    """Options of the recipe with paths that exist here; of several paths each."""
+def _files(request: LaunchRequest) -> list[tuple[str, Path]]:
+    """Options of the recipe with paths that are not in a bucket; of several paths each."""
     paths: list[tuple[str, Path]] = []
     for name, value in request.source.options.items():
         several = value if isinstance(value, tuple | list) else (value,)
-        paths += [(name, path) for path in several if isinstance(path, Path) and path.exists()]
+        files = (path for path in several if isinstance(path, Path) and not is_in_bucket(path))
+        paths += [(name, path) for path in files]
     return paths
+
+
+def _local(request: LaunchRequest) -> list[tuple[str, Path]]:
+    """Options of the recipe with paths that exist here."""
+    return [(name, path) for name, path in _files(request) if path.exists()]
 
 
 def _paths(request: LaunchRequest) -> list[str]:
@@ -438,7 +454,9 @@ def _words(request: LaunchRequest) -> list[str]:
     function, chosen = request.recipe.function, request.chosen
     options = dict(request.source.options)
     if request.via in ELSEWHERE:
-        options |= {n: v.absolute() for n, v in options.items() if isinstance(v, Path)}
+        options |= {
+            name: path.absolute() for name, path in _files(request) if options[name] is path
+        }
     if chosen is None:
         return option_words(function, options, typed=request.source.given)
     settings = dict(chosen.settings)

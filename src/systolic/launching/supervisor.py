@@ -417,7 +417,7 @@ def main(folder: Path) -> int:
         )
         return supervisor.run()
     except SystolicError as error:
-        print(f"systolic: {error}", file=sys.stderr)
+        print(f"systolic: {error.line}", file=sys.stderr)
         return error.exit_code
 
 

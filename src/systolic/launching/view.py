@@ -46,6 +46,7 @@ class LaunchReporter(StderrReporter):
 def summary(written: "WrittenLaunch", *, show: bool) -> list[str]:
     """Lines with the slice, the command, the bill, the files and notes of a launch; ends with the texts of the files if asked for."""
     from systolic.launching.names import number_of
+    from systolic.launching.request import LOCAL
 
     launch, prepared, on = written.launch, written.prepared, written.launch.on
     texts = {written.folder / name: text for name, text in prepared.files.items()}
@@ -53,7 +54,9 @@ def summary(written: "WrittenLaunch", *, show: bool) -> list[str]:
         path: f" ({number_of(len(text.splitlines()), 'line')})" for path, text in texts.items()
     }
     kind = ("chip", on.num_chips) if on.platform == "tpu" else ("device", on.num_devices)
-    chips, hosts = (number_of(count, what) for what, count in (kind, ("host", prepared.hosts)))
+    # Processes of this machine stand in for hosts, as many as --processes has.
+    num_hosts = on.num_hosts if written.record.via == LOCAL else prepared.hosts
+    chips, hosts = (number_of(count, what) for what, count in (kind, ("host", num_hosts)))
     rows = [
         ("launch", f"{launch.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(written.command)),

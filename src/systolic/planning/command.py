@@ -69,7 +69,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     flags: str = "",
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     programs: Annotated[int, COUNT] = 24,
-    finalists: Annotated[int, NOT_NEGATIVE] = 2,
+    finalists: Annotated[int | None, NOT_NEGATIVE] = None,
     workers: Annotated[int, NOT_NEGATIVE] = 0,
     time_limit: Annotated[str | None, SPAN] = None,
     calibration: Annotated[Calibration | Path | str | None, OptionWords(str, default="")] = None,
@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         flags: Compiler flags on top of the set that all jobs on a chip share (systolic chips v5e lists it); none leaves that set out.
         max_chips: Chips at most of a slice that any or the name of a chip stands for.
         programs: Compiles up to the compiler's schedule, those kept from before among them.
-        finalists: How many of the best get a full compile.
+        finalists: How many of the best get a full compile: by default 2, and none for the goal fit, since memory is exact without one.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         time_limit: When to answer with the best until then: 20m, 2h.
         calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
@@ -118,6 +118,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         Wanted,
         corrected,
         freed,
+        full_compiles,
         goal_of,
         price_of,
         searched,
@@ -159,7 +160,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         flags=lambda on: resolved(flags, on.chip),
         limits=Limits(
             programs=programs,
-            finalists=finalists,
+            finalists=full_compiles(wanted, finalists),
             workers=bounded_workers(workers),
             seconds=seconds,
         ),

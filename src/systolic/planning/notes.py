@@ -9,7 +9,7 @@ from systolic.planning.analytic import Facts
 from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.margin import Margin
 from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
-from systolic.planning.space import Freedom, global_batch
+from systolic.planning.space import Freedom, RefusalRule, Refused, global_batch
 from systolic.sim.calibration import Calibration
 from systolic.sim.cost_kinds import corrected_seconds
 
@@ -80,10 +80,11 @@ class CorrectedTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChipsNotCompiled:
-    """No slice of these chips was compiled."""
+class ChipNotCompiled:
+    """No slice of a chip was compiled, with the reason of the nearest one; empty where the search ended before."""
 
-    chips: tuple[str, ...]
+    chip: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +147,7 @@ PlanNote = (
     | FullCompileRatio
     | BaseFlags
     | CorrectedTimes
-    | ChipsNotCompiled
+    | ChipNotCompiled
     | GpusByRoofline
     | PricesUnknown
     | NotCompiled
@@ -202,7 +203,7 @@ def after_search(
         notes.append(WallLate(seconds=wall.seconds, deadline_seconds=deadline))
     if wall is not None and wall.assumptions:
         notes.append(WallAssumed(assumptions=wall.assumptions))
-    if plan.margin is not None:
+    if plan.margin is not None and plan.goal.objective is not Objective.fit:
         free = best.total is not None and best.total.usd == 0.0
         wanted = Objective.time if free else plan.goal.objective
         notes.append(NotCompiled(margin=plan.margin, objective=wanted))
@@ -216,14 +217,27 @@ def after_search(
         share = sum(corrected_seconds(timeline).values()) / timeline.seconds
         notes.append(CorrectedTimes(calibration=timeline.calibration, share=share))
     compiled = {trial.candidate.on.chip.name for trial in plan.tried}
-    if left := sorted({on.chip.name for on in slices} - compiled):
-        notes.append(ChipsNotCompiled(chips=tuple(left)))
+    for chip in sorted({on.chip.name for on in slices} - compiled):
+        notes.append(ChipNotCompiled(chip=chip, reason=_nearest_refusal(plan, chip)))
     if any(on.platform == "gpu" for on in slices):
         notes.append(GpusByRoofline())
     price = plan.goal.price
     if unknown := sorted({on.name for on in slices if plan.goal.hourly(on) is None}):
         notes.append(PricesUnknown(price=price, slices=tuple(unknown)))
     return notes
+
+
+def _nearest_refusal(plan: Plan, chip: str) -> str:
+    """Reason that kept the most promising layouts of a chip from being compiled; empty without one."""
+    refusals = [refused for refused in plan.refused if refused.on.chip.name == chip]
+    near = min(refusals, key=_distance, default=None)
+    return "" if near is None else f"{near.on.name}: {near.reason}"
+
+
+def _distance(refused: Refused) -> tuple[bool, float]:
+    """Sort key of refusals: what the search did not reach, then by the figure over the rule's limit."""
+    near = 0.0 if refused.miss is None else refused.miss
+    return refused.rule is not RefusalRule.not_compiled, near
 
 
 def _ways(goal: Goal, freedom: Freedom) -> tuple[WayToAnswer, ...]:

@@ -202,7 +202,9 @@ class Search:
         price = "" if total.usd is None else f" and ${total.usd:,.2f}"
         text = f"estimated at {days(total.seconds)}{price} ({ranked.candidate.text})"
         best = self.best()
-        if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
+        if self.first or best is None:
+            return text
+        if self._judge.estimated(ranked) <= self._judge.score(best):
             if self.stopped:
                 return f"{text}, which was not reached"
             return f"{text}, which {plural(self.limits.programs, 'program')} did not reach: raise --programs"

@@ -20,7 +20,7 @@ import msgspec
 
 from systolic.core.arguments import argument, arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
-from systolic.core.option_words import nearest_option
+from systolic.core.option_words import nearest_option, path_text
 from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
@@ -242,7 +242,10 @@ def _line(error: BaseException, path: Path) -> str:
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a recipe as JSON values."""
-    return msgspec.to_builtins(dict(options), enc_hook=str)
+    return msgspec.to_builtins(
+        dict(options),
+        enc_hook=lambda value: path_text(value) if isinstance(value, Path) else str(value),
+    )
 
 
 class _NewFields(dict[str, Any]):

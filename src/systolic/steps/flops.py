@@ -1,11 +1,20 @@
 """Matmul FLOPs of a program, counted from its jaxpr before any compiler."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax import numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+
+class Products(NamedTuple):
+    """FLOPs of matmuls and convolutions, 2 per multiply-add; an outer product adds nothing and is none."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """FLOPs of the gradients of their operands, as far as these depend on weights."""
 
 
 def count(function: Callable[..., Any], *args: Any) -> float:
@@ -14,29 +23,87 @@ def count(function: Callable[..., Any], *args: Any) -> float:
     ``args`` may be ShapeDtypeStructs. Loops with a known trip count are multiplied out, a ``while``
     of unknown length counts once, and of the branches of a ``cond`` the largest counts.
     """
-    return _jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
+    return products(function, None, *args).forward
 
 
-def _jaxpr(jaxpr: Jaxpr) -> float:
-    return sum(_equation(equation) for equation in jaxpr.eqns)
+def products(function: Callable[..., Any], weights: Any, *args: Any) -> Products:
+    """FLOPs of ``function(weights, *args)`` and of its gradient by the weights, without rematerialisation.
+
+    Args:
+        function: A function of one example or more; without weights it takes ``args`` alone.
+        weights: Arrays or ShapeDtypeStructs; the gradient of what does not depend on them is not computed.
+        args: The other arguments, as in :func:`count`.
+    """
+    all_args = args if weights is None else (weights, *args)
+    jaxpr = jax.make_jaxpr(function)(*all_args).jaxpr
+    num_weights = len(jax.tree.leaves(weights))
+    graded = [number < num_weights for number in range(len(jaxpr.invars))]
+    return _jaxpr(jaxpr, graded)[0]
 
 
-def _equation(equation: Any) -> float:
+def _jaxpr(jaxpr: Jaxpr, graded: Sequence[bool]) -> tuple[Products, list[bool]]:
+    """Products of a program, and which of its results have a gradient, given which of its arguments have one."""
+    known = dict(zip(jaxpr.invars, graded, strict=True))
+
+    def of(variables: Sequence[Any]) -> list[bool]:
+        return [not isinstance(v, Literal) and known.get(v, False) for v in variables]
+
+    total = Products()
+    for equation in jaxpr.eqns:
+        more, results = _equation(equation, of(equation.invars))
+        total = Products(*map(sum, zip(total, more, strict=True)))
+        outputs: list[Any] = equation.outvars
+        for variable, has_gradient in zip(outputs, results, strict=True):
+            known[variable] = has_gradient and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    return total, of(jaxpr.outvars)
+
+
+def _equation(equation: Any, graded: list[bool]) -> tuple[Products, list[bool]]:
     primitive, params = equation.primitive.name, equation.params
-    if primitive == "dot_general":
-        return _dot(equation)
-    if primitive == "ragged_dot_general":
-        return _ragged_dot(equation)
-    if primitive == "conv_general_dilated":
-        return _convolution(equation)
+    results = [any(graded)] * len(equation.outvars)
+    if primitive in _FORWARD:
+        forward = _FORWARD[primitive](equation)
+        outer = _outer_gradients(equation) if primitive == "dot_general" else (False, False)
+        gradients = sum(g and not o for g, o in zip(graded[:2], outer, strict=True))
+        return Products(forward, forward * gradients), results
+    inside = [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in _nested(params)]
     if primitive == "cond":
-        return max(_jaxpr(branch.jaxpr) for branch in params["branches"])
-    inner = sum(_jaxpr(j.jaxpr if isinstance(j, ClosedJaxpr) else j) for j in _nested(params))
+        return max(_inside(branch, graded)[0] for branch in inside), results
+    if primitive in ("scan", "while"):
+        graded = _after_turns(equation, graded)
+    nested = [_inside(jaxpr, graded) for jaxpr in inside]
+    if len(nested) == 1 and len(nested[0][1]) == len(results):
+        results = nested[0][1]
+    factor = 1.0
     if primitive == "scan":
-        return inner * params["length"]
-    if primitive == "shard_map":
-        return inner * params["mesh"].size
-    return inner
+        factor = float(params["length"])
+    elif primitive == "shard_map":
+        factor = float(params["mesh"].size)
+    sums = zip(Products(), *(each for each, _ in nested), strict=True)
+    return Products(*(factor * sum(each) for each in sums)), results
+
+
+def _after_turns(equation: Any, graded: Sequence[bool]) -> list[bool]:
+    """Whether each argument of a loop has a gradient in any of its turns, since a turn hands results on."""
+    params, graded = equation.params, list(graded)
+    if equation.primitive.name == "while":
+        body, num_carry = params["body_jaxpr"].jaxpr, len(equation.outvars)
+        start = len(graded) - num_carry
+    else:
+        body, num_carry, start = params["jaxpr"].jaxpr, params["num_carry"], params["num_consts"]
+    for _ in range(num_carry):
+        results = _inside(body, graded)[1][:num_carry]
+        before = graded[start : start + num_carry]
+        graded[start : start + num_carry] = map(max, results, before)
+        if graded[start : start + num_carry] == before:
+            break
+    return graded
+
+
+def _inside(jaxpr: Jaxpr, graded: Sequence[bool]) -> tuple[Products, list[bool]]:
+    """Products of a nested program, whose arguments are the last ones of its equation."""
+    last = list(graded)[len(graded) - len(jaxpr.invars) :]
+    return _jaxpr(jaxpr, last if len(last) == len(jaxpr.invars) else [True] * len(jaxpr.invars))
 
 
 def _nested(params: dict[str, Any]) -> list[Any]:
@@ -51,9 +118,22 @@ def _nested(params: dict[str, Any]) -> list[Any]:
 def _dot(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
-    return (
-        2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
-    )
+    terms = math.prod(left[dim] for dim in contracted)
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * terms if terms > 1 else 0.0
+
+
+def _outer_gradients(equation: Any) -> tuple[bool, bool]:
+    """Whether the gradient of each operand of a matmul is an outer product, since the other one is a vector."""
+    contracted, batched = equation.params["dimension_numbers"]
+    free = [
+        math.prod(
+            size
+            for dim, size in enumerate(variable.aval.shape)
+            if dim not in contracted[side] and dim not in batched[side]
+        )
+        for side, variable in enumerate(equation.invars)
+    ]
+    return free[1] == 1, free[0] == 1
 
 
 def _ragged_dot(equation: Any) -> float:
@@ -72,3 +152,10 @@ def _convolution(equation: Any) -> float:
     out_features = equation.params["dimension_numbers"].rhs_spec[0]
     per_output = math.prod(size for dim, size in enumerate(kernel) if dim != out_features)
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * per_output
+
+
+_FORWARD: dict[str, Callable[[Any], float]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+}

@@ -158,17 +158,17 @@ class StepFunctions:
     def forward_flops(self) -> float:
         """Matmul FLOPs of one example's forward pass."""
         known = self.job.forward_flops
-        if known is not None:
-            return known
+        return self._products.forward / self.batch_size if known is None else known
+
+    @cached_property
+    def _products(self) -> flops.Products:
+        """FLOPs of the batch, of a model that does not state them."""
         state = self.abstract_state
-        return (
-            flops.count(
-                lambda p, r, b: self.sums(p, r, b, train=False)[0],
-                state.params,
-                state.model_state,
-                self.abstract_batch(),
-            )
-            / self.batch_size
+        return flops.products(
+            lambda p, r, b: self.sums(p, r, b, train=False)[0],
+            state.params,
+            state.model_state,
+            self.abstract_batch(),
         )
 
     @property
@@ -177,6 +177,8 @@ class StepFunctions:
 
         Rematerialisation is not counted.
         """
+        if self.job.forward_flops is None:
+            return sum(self._products)
         return (3 * self.forward_flops - self.job.unused_flops) * self.batch_size
 
     # Step functions

@@ -12,7 +12,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
-from systolic.job import Batch, Job
+from systolic.job import Batch, Job, Schedule
 from systolic.recipes import Recipe
 from systolic.recipes.jobs import run as run_files
 from systolic.recipes.jobs.plan import resumed
@@ -243,8 +243,8 @@ def as_recorded(options: SessionOptions, record: JobRecord) -> SessionOptions:
 def continued(
     run: OpenedRun, source: JobSource, options: SessionOptions, flags: RunFlags
 ) -> tuple[Job, JobRecord]:
-    """The job to resume with and its job.json; keeps the run's global batch on different devices."""
-    job = source.job
+    """The job to resume with and its job.json; keeps the run's global batch on different devices, and its warm-up with other steps."""
+    job = _with_warmup(source.job, run, source)
     spread = {name for name, value in source.options.items() if value != run.saved.get(name)}
     same_batch = not any("batch" in name or name == "layout" for name in spread)
     layout = run.record.layout
@@ -253,6 +253,18 @@ def continued(
         job = replace(job, batch=Batch(total=total))
     record = describe(source, job, flags, options, run.path)
     return job, replace(record, layout=layout) if same_batch else record
+
+
+def _with_warmup(job: Job, run: OpenedRun, source: JobSource) -> Job:
+    """The job with the run's warm-up, unless another schedule was given: its recipe fits one to the steps, whose number has grown."""
+    if run.gives_job or source.options.get("schedule") != run.saved.get("schedule"):
+        return job
+    warmup = run.record.outline.schedule.warmup
+    if warmup == job.schedule.warmup or warmup >= job.steps:
+        return job
+    own = job.schedule
+    kept = Schedule(kind=own.kind, warmup=int(warmup), decay=own.decay, final=own.final)
+    return replace(job, schedule=kept)
 
 
 def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:

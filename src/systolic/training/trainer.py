@@ -130,7 +130,12 @@ class Trainer:
         """Step of the last sample; -1 after a failure."""
         self.notes_told = 0
         self.same = SameBatches()
-        self.heartbeat = Heartbeat(self.ledger, lambda: self.progress.step, self.caution)
+        self.heartbeat = Heartbeat(
+            self.ledger,
+            lambda: self.progress.step,
+            self.caution,
+            lambda name, detail: self.event(name, 0.0, detail),
+        )
 
     # Records
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.core.errors import NotFoundError
+from systolic.core.errors import MissingExtraError
 from systolic.core.ranges import NOT_NEGATIVE, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches
@@ -53,7 +53,7 @@ class Digits(Data):
         """Batches of a split; training images are moved when they are shuffled.
 
         Raises:
-            NotFoundError: scikit-learn is not installed.
+            MissingExtraError: scikit-learn is not installed.
         """
         from systolic.data.image.small_images import SmallImages
         from systolic.data.random_access import open_table
@@ -99,7 +99,5 @@ def _file() -> Path:
     """scikit-learn's own table; importing the library to read it takes seconds, for it loads SciPy."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise NotFoundError(
-            "scikit-learn, whose digits these are, is not installed: pip install scikit-learn"
-        )
+        raise MissingExtraError("the pictures of digits", package="scikit-learn")
     return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"

@@ -44,7 +44,7 @@ COMMAND = re.compile(r"systolic (?:train --|explain )(?:'[^']*'|[^';])*")
 NO_BREAK = "\0"
 """Stands for a space of a command while its text is wrapped."""
 LINES = (3, 2, 1)
-"""Lines of evidence and of advice per cause; fewer where the screen can't hold all causes."""
+"""Lines of evidence and of advice per cause; fewer where the screen can't hold all causes, and none for the last ones of many."""
 
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
@@ -100,16 +100,16 @@ def lines(
         body = [line for i, cause in enumerate(causes) for line in _cause(i, cause, width, most)]
         if len(head) + len(body) + len(foot) <= HEIGHT:
             return [*head, *body, *foot]
-    shown: list[Text] = []
+    titles = [_cause(i, cause, width, 0) for i, cause in enumerate(causes)]
+    body, left = [], sum(map(len, titles))
     for index, cause in enumerate(causes):
-        more = _cause(index, cause, width, 1)
-        if index and len(head) + len(shown) + len(more) + 1 > HEIGHT - len(foot):
-            rest = ", ".join(other.name for other in causes[index:])
-            text = f"  and {len(causes) - index} more (--json): {rest}"
-            shown.append(Text(terminal.one_line(text, width), "dim"))
+        detailed = _cause(index, cause, width, 1)
+        left += len(detailed) - len(titles[index])
+        if index and len(head) + left + len(foot) > HEIGHT:
+            body += [line for title_lines in titles[index:] for line in title_lines]
             break
-        shown += more
-    return [*head, *shown, *foot]
+        body += detailed
+    return [*head, *body, *foot]
 
 
 def verdict(title: str, causes: Sequence[Cause]) -> Text:

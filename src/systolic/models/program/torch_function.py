@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError, SystolicError
+from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError, SystolicError
 from systolic.models.program.function import (
     VALUE_ERRORS,
     Named,
@@ -28,7 +28,7 @@ def environment() -> Any:
 
     Raises:
         MissingExtraError: torch or torchax is not installed.
-        OptionError: torchax does not import with the version of torch here.
+        RunError: torchax does not import with the version of torch here.
     """
     try:
         import torch
@@ -45,7 +45,7 @@ def environment() -> Any:
             raise MissingExtraError("a PyTorch module", "torch") from error
         raise
     except AttributeError as error:
-        raise OptionError(
+        raise RunError(
             f"torchax does not import with torch {torch.__version__} ({error}); pip install torch==2.13.0 torchax==0.0.13"
         ) from error
     finally:

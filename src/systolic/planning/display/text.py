@@ -16,7 +16,7 @@ from systolic.planning.goal import Objective, days
 from systolic.planning.notes import (
     BaseFlags,
     BatchDiffers,
-    ChipsNotCompiled,
+    ChipNotCompiled,
     CorrectedTimes,
     FirstFit,
     FullCompileRatio,
@@ -88,8 +88,9 @@ def text(note: PlanNote) -> str:
             return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of the time by their schedules; the others are ranked with the same ratio"
         case BaseFlags():
             return f"every program on {note.chip} is compiled with {described(note.flags)}; systolic chips {note.chip} gives the reasons, --flags changes them"
-        case ChipsNotCompiled():
-            return f"no slice of {', '.join(note.chips)} was compiled; see rejected"
+        case ChipNotCompiled():
+            why = note.reason or "the search ended before it came to one"
+            return f"no slice of {note.chip} was compiled; {why}"
         case GpusByRoofline():
             return "GPUs are compared by a roofline of their partitioned program: time within about 35 %, memory estimated"
         case PricesUnknown():

@@ -92,7 +92,8 @@ class Heartbeat:
     Args:
         ledger: Records what the process spends its time on.
         step: Returns the number of steps so far.
-        warn: Called from a thread of process 0 with the name and the text of an event: ``late`` or ``lost``.
+        warn: Called from a thread of process 0 with the name and the text of an event that the run goes on after: ``late``.
+        record: Called with those of one that ends it, ``lost``; what is printed of it is the error.
         client: Returns the key-value store, by default JAX's.
         clock: Monotonic seconds.
     """
@@ -102,10 +103,12 @@ class Heartbeat:
         ledger: Ledger,
         step: Callable[[], int],
         warn: Callable[[str, str], None],
+        record: Callable[[str, str], None],
         client: Callable[[], KeyValues | None] = lambda: _client(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ledger, self._step, self._warn, self._clock = ledger, step, warn, clock
+        self._ledger, self._step, self._clock = ledger, step, clock
+        self._warn, self._record = warn, record
         self._find, self._client = client, None
         self._index = 0
         self._ended = threading.Event()
@@ -177,9 +180,8 @@ class Heartbeat:
     def _judge(self) -> None:
         dead = self.dead(DEAD_SECONDS)
         if dead:
-            text = _lost(dead)
-            self._warn("lost", text)
-            print(f"systolic: {text}", file=sys.stderr, flush=True)
+            self._record("lost", _names(dead))
+            print(f"systolic: {LostError(_lost(dead)).line}", file=sys.stderr, flush=True)
             # The main thread waits in a collective that never completes.
             os._exit(LostError.exit_code)
         for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
@@ -205,20 +207,22 @@ class Heartbeat:
             return
         if not dead:
             return
-        text = _lost(dead)
         if self._index == 0:
-            self._warn("lost", text)
+            self._record("lost", _names(dead))
             # The store goes away with this process, and the others still read it.
             time.sleep(BEAT_SECONDS)
         # Otherwise JAX would wait for the dead process at exit.
         leave_at_once()
-        raise LostError(text) from error
+        raise LostError(_lost(dead)) from error
+
+
+def _names(dead: list[Beat]) -> str:
+    return ", ".join(beat.name for beat in dead)
 
 
 def _lost(dead: list[Beat]) -> str:
-    who = ", ".join(beat.name for beat in dead)
     it = "it" if len(dead) == 1 else "them"
-    return f"{who} is dead or unreachable (last heartbeat at step {max(beat.step for beat in dead)}); restart all processes, with {it} or on fewer devices: --resume RUN or --continue resumes from the last checkpoint"
+    return f"{_names(dead)} is dead or unreachable (last heartbeat at step {max(beat.step for beat in dead)}); restart all processes, with {it} or on fewer devices: --resume RUN or --continue resumes from the last checkpoint"
 
 
 def _of_a_collective(error: Exception) -> bool:
