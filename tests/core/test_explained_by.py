@@ -1,23 +1,16 @@
 """Functions that share parameters: one of them explains each, and the others take its sentence, type, range and default."""
 
+import ast
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from systolic.core.arguments import explained_by
-from systolic.forecasting.command import (
-    forecast,
-    forecast_command,
-    forecast_dump,
-    forecast_server,
-)
-from systolic.forecasting.display import view as forecast_view
-from systolic.planning.command import plan, plan_program
-from systolic.planning.display import view as plan_view
-from systolic.training.command import rehearse, replay, resume, train
-from systolic.training.display import view as train_view
+from systolic.core.arguments import _args_of, _sentences, explained_by
+from tests.house.budget import ROOT
+from tests.house.trees import tree
 
 
 def brew(leaves: str, *args: int, minutes: int = 3, **more: int) -> None:
@@ -72,34 +65,41 @@ def test_a_docstring_without_arguments_gets_them() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("function", "other"),
-    [
-        (resume, train),
-        (rehearse, train),
-        (replay, resume),
-        (forecast_dump, forecast),
-        (forecast_command, forecast),
-        (forecast_server, forecast),
-        (forecast_view.show_step, forecast_view.show),
-        (forecast_view.show_server, forecast_view.show),
-        (plan_program, plan),
-        (plan_view.show_serving, plan_view.show),
-        (train_view.show_rehearsal, train_view.show),
-    ],
-)
-def test_a_shared_sentence_is_of_the_same_option(
-    function: Callable[..., Any], other: Callable[..., Any]
-) -> None:
-    # The first parameter is what each is about, a run, a plan, not an option.
-    mine, theirs = (dict([*inspect.signature(f).parameters.items()][1:]) for f in (function, other))
-    lines = [
-        {line for line in (inspect.getdoc(f) or "").splitlines() if line.startswith("    ")}
-        for f in (function, other)
+def sharing() -> Iterator[tuple[str, str]]:
+    """Modules and their functions that share parameters."""
+    for path in (ROOT / "src/systolic").rglob("*.py"):
+        for node in tree(path).body:
+            if isinstance(node, ast.FunctionDef) and others(node):
+                module = path.relative_to(ROOT / "src").with_suffix("")
+                yield ".".join(module.parts), node.name
+
+
+def others(node: ast.FunctionDef) -> list[str]:
+    """Functions that explain the parameters of another."""
+    return [
+        argument.id
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "explained_by"
+        for argument in call.args
+        if isinstance(argument, ast.Name)
     ]
-    shared = [line.strip().partition(":")[0] for line in lines[0] & lines[1]]
-    shared = [name for name in shared if name in mine and name != "options"]
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(sharing()))
+def test_a_shared_sentence_is_of_the_same_option(path: str, name: str) -> None:
+    module = import_module(path)
+    nodes = tree(Path(str(module.__file__))).body
+    (node,) = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == name]
+    own = _sentences((ast.get_docstring(node) or "").partition("\n\nArgs:\n")[2])
+    mine = inspect.signature(getattr(module, name)).parameters
+    shared = _sentences(_args_of(getattr(module, name))).keys() - own.keys()
     assert shared
-    for name in shared:
-        assert mine[name].annotation == theirs[name].annotation, name
-        assert mine[name].default == theirs[name].default, name
+    for option in shared:
+        other = next(
+            function
+            for function in map(module.__dict__.get, others(node))
+            if function is not None and option in _sentences(_args_of(function))
+        )
+        theirs = inspect.signature(other).parameters[option]
+        assert mine[option].annotation == theirs.annotation, option
+        assert mine[option].default == theirs.default, option

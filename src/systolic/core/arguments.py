@@ -136,11 +136,11 @@ _ENTRY = re.compile(r"^    \*{0,2}(\w+): ", re.MULTILINE)
 """The line of a docstring's Args with which a parameter's sentence begins."""
 
 
-def explained_by(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator for a function that shares parameters with ``other``, whose docstring alone explains them.
+def explained_by(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator for a function that shares parameters with ``others``, whose docstrings alone explain them.
 
-    A parameter that the function's own Args leave out gets the sentence of the same name there; all stand in the
-    order of the signature.
+    A parameter that the function's own Args leave out gets the sentence of the same name of the first that has one;
+    all stand in the order of the signature.
     """
 
     def explained(function: Callable[P, R]) -> Callable[P, R]:
@@ -152,7 +152,8 @@ def explained_by(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
         if not args:
             head, blank, tail = doc.partition("\n\nRaises:\n")
             blank, tail = (blank and "\n\n"), (blank and f"Raises:\n{tail}")
-        sentences = {**_sentences(_args_of(other)), **_sentences(section)}
+        sections = [*(_args_of(other) for other in reversed(others)), section]
+        sentences = {name: line for part in sections for name, line in _sentences(part).items()}
         names = [name for name in inspect.signature(function).parameters if name in sentences]
         lines = "\n".join(sentences[name] for name in names)
         function.__doc__ = f"{head}\n\nArgs:\n{lines}{blank}{tail}"

@@ -30,6 +30,7 @@ from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import reporter, working
 from systolic.core.units import GB, plural
+from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.planning.goal import MAX_CHIPS, Goal, Objective, PriceTerm, hourly
 from systolic.recipes.jobs.source import JobSource, source_of
@@ -349,7 +350,7 @@ GOALS = (Objective.cost, Objective.time)
 
 
 @command_of
-@explained_by(plan)
+@explained_by(plan, forecast_command)
 def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
     command: Annotated[
         Sequence[str], Wording("the words of a command, such as ['python', 'train.py']")
@@ -380,7 +381,6 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         command: The program with its options; it runs in its own environment, unchanged.
         on: Slices of TPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
         goal: What ranks them: cost or time, for the same work.
-        step: Name of the jitted function that is the step; by default what the program calls again and again.
         full: Compile in full, with the compiler's cycles, rather than up to its schedule.
         minutes: Minutes that the program may take to its step on each slice.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
