@@ -15,6 +15,7 @@ version = release
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -26,6 +27,15 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_extensions/*"]
 nitpicky = False
+suppress_warnings = ["ref.python"]  # `bytes` is a type and an attribute of several results
+
+# Recorded, so that a build needs no network: the names that this documentation refers to, in Sphinx's first format.
+RECORDED = Path(__file__).parent / "inventories"
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", str(RECORDED / "python.inv")),
+    "numpy": ("https://numpy.org/doc/stable", str(RECORDED / "numpy.inv")),
+    "jax": ("https://docs.jax.dev/en/latest", str(RECORDED / "jax.inv")),
+}
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3

@@ -7,9 +7,16 @@ import subprocess
 import sys
 import types
 import typing
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+
+import systolic
+import systolic.core.errors as errors_module
+from systolic.core.errors import SystolicError
 
 LITERAL = re.compile(r"(``.*?``|:\w+:`.*?`)")
 SPECIAL = re.compile(r"\*|(?<=\w)_(?!\w)")
@@ -18,7 +25,6 @@ HEAD = "<!-- Written by docs/_extensions/reference.py; do not edit. -->\n\n"
 
 def write(app: Any) -> None:
     """Writes ``reference/command-line/*.md`` and ``reference/python.md`` where their text has changed."""
-    import systolic
     from systolic.cli.main import VERBS
 
     folder = Path(app.srcdir) / "reference"
@@ -67,14 +73,78 @@ def python_page(package: Any) -> str:
     for title, members, kind in (
         ("Functions", functions, "autofunction"),
         ("Classes", classes, "autoclass"),
+        ("Types of their fields", field_types(value for _, value in classes), "autoclass"),
+        ("Errors", errors(), "autoexception"),
     ):
         parts.append(f"## {title}\n")
-        for name, _ in members:
-            option = "\n:members:" if kind == "autoclass" else ""
+        for name, value in members:
+            path = f"systolic.{name}" if name in package.__all__ else _path(value)
+            option = "\n   :members:" if kind == "autoclass" else ""
             parts.append(
-                f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: systolic.{name}{option.replace(chr(10), chr(10) + '   ')}\n```\n"
+                f"### {path if path.startswith(f'systolic.{name}') else name}\n\n```{{eval-rst}}\n.. {kind}:: {path}{option}\n```\n"
             )
     return "\n".join(parts)
+
+
+def field_types(classes: Iterable[type]) -> list[tuple[str, type]]:
+    """Classes of this package that the fields and properties of ``classes`` have, by name."""
+    public = set(classes)
+    kinds = {kind for owner in public for hint in _hints(owner) for kind in _classes(hint)}
+    return sorted(((kind.__name__, kind) for kind in kinds - public), key=lambda pair: pair[0])
+
+
+def _hints(owner: type) -> list[Any]:
+    names = [name for name in vars(owner) if not name.startswith("_")]
+    functions = [value.fget for value in map(vars(owner).get, names) if isinstance(value, property)]
+    return [hint for source in (owner, *functions) for hint in _resolved(source)]
+
+
+class _Members(type):
+    """Members of a module that is not there, such as ``np.ndarray``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return cls
+
+
+class _Absent(metaclass=_Members):
+    """A class or a module that is imported for type checkers alone."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+def _resolved(source: Any) -> list[Any]:
+    """Public annotations of a class or a function; names that are imported for type checkers alone are placeholders."""
+    absent: dict[str, Any] = {}
+    while True:
+        try:
+            described = typing.get_type_hints(source, localns=absent)
+        except NameError as error:
+            absent[str(error.name)] = _Absent
+        else:
+            return [hint for name, hint in described.items() if not name.startswith("_")]
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    ours = isinstance(hint, type) and hint.__module__.startswith("systolic.")
+    if ours and not issubclass(hint, SystolicError):
+        yield hint
+    for argument in typing.get_args(hint):
+        yield from _classes(argument)
+
+
+def errors() -> list[tuple[str, type]]:
+    """Errors that a user can cause or fix, the base class first."""
+    kinds = [
+        value
+        for value in vars(errors_module).values()
+        if isinstance(value, type) and issubclass(value, SystolicError)
+    ]
+    return [(kind.__name__, kind) for kind in kinds if kind is not SystolicError]
+
+
+def _path(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _sentence(verb: Any) -> str:
@@ -145,13 +215,46 @@ def plain(hint: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(map(repr, arguments))
     if origin is not None and arguments:
+        name = (
+            qualified(origin)
+            if isinstance(origin, type) and origin.__module__ != "builtins"
+            else origin.__name__
+        )
         inner = ", ".join(
             "..." if each is ... else plain(each)
             for each in arguments
             if not isinstance(each, list)
         )
-        return f"{getattr(origin, '__name__', str(origin))}[{inner}]"
+        return f"{name}[{inner}]"
+    if isinstance(hint, type) and hint.__module__ != "builtins":
+        return qualified(hint)
     return getattr(hint, "__name__", str(hint))
+
+
+def qualified(kind: type) -> str:
+    """The name under which a class is documented; pages show its last part alone."""
+    if getattr(systolic, kind.__name__, None) is kind and kind.__name__ in systolic.__all__:
+        return f"systolic.{kind.__name__}"
+    return f"{kind.__module__.removesuffix('._local')}.{kind.__qualname__}"
+
+
+def link(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Leads a class's short name, or the module that defines a public one, to the one object that has this name."""
+    if node.get("refdomain") != "py":
+        return None
+    name = node["reftarget"].rsplit(".", 1)[-1]
+    objects = env.domains["py"].objects
+    matches = {entry.node_id: entry for path, entry in objects.items() if path.endswith(f".{name}")}
+    matches = {
+        place: entry
+        for place, entry in matches.items()
+        if entry.objtype in ("class", "exception", "function")
+    }
+    if len(matches) != 1:
+        return None
+    [(place, entry)] = matches.items()
+    address = app.builder.get_relative_uri(node.get("refdoc", ""), entry.docname)
+    return nodes.reference("", "", content, internal=True, refuri=f"{address}#{place}")
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -159,4 +262,5 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", escape, priority=100)
+    app.connect("missing-reference", link)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

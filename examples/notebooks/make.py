@@ -7,6 +7,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 RUN = "runs/digits"
+SLICES = ["v5e-1", "v6e-8"]
 INSTALL = "install"
 """Tag of the cell that installs: what runs the notebook elsewhere leaves it out."""
 PLACES: Mapping[str, tuple[str, str, str]] = {
@@ -40,24 +41,36 @@ def cells(place: str) -> list[tuple[str, str]]:
     return [
         (
             "markdown",
-            f"# Systolic on {name}\n\nInstalls, checks the machine, trains, shows the report. {start}",
+            f"# Systolic on {name}\n\nInstalls, checks the machine, forecasts, trains, shows the report. {start}",
         ),
-        ("markdown", f"## Install\n\n{install}"),
-        (INSTALL, '%pip install --quiet "systolic[tpu]"'),
-        ("markdown", "## Check\n\nEach fault has its fix below it; the rest is listed as passed."),
+        ("markdown", f"## Install\n\n{install} In a checkout, the cell installs the checkout."),
+        (
+            INSTALL,
+            "from pathlib import Path\n\n"
+            'package = "../.." if Path("../../pyproject.toml").exists() else "systolic"\n'
+            '%pip install --quiet "{package}[tpu]"',
+        ),
+        (
+            "markdown",
+            "## Check\n\nThe devices that are there, and what is wrong with the machine, each with its fix.",
+        ),
         ("code", "!systolic doctor"),
         (
             "markdown",
-            "## Train\n\nThe same cell again continues a run that was cut off. `!systolic recipes` lists what else can be trained.",
+            "## Forecast\n\nWhat training would take on slices that are not here. The compiler for TPUs runs without a TPU.",
         ),
-        ("code", f"!systolic train digits --steps 200 --run {RUN} --continue"),
-        ("markdown", "## The report"),
         (
             "code",
-            "import html\nfrom pathlib import Path\n\nfrom IPython.display import HTML\n\n"
-            f'page = html.escape(Path("{RUN}/report.html").read_text())\n'
-            'HTML(f\'<iframe srcdoc="{page}" width="100%" height="900"></iframe>\')',
+            f'import systolic\n\nsystolic.forecast("digits", on={json.dumps(SLICES)}, quick=True)',
         ),
+        (
+            "markdown",
+            "## Train\n\nOn all devices that are there, one or eight. The same cell again continues a run that was cut off. "
+            "`!systolic recipes` lists what else can be trained.",
+        ),
+        ("code", f'systolic.train("digits", steps=200, run="{RUN}", continue_=True)'),
+        ("markdown", "## Explain\n\nWhat held the run back, with settings to try."),
+        ("code", f'systolic.explain("{RUN}")'),
         ("markdown", "## Use it"),
         ("code", f"!systolic eval {RUN}"),
     ]

@@ -1,6 +1,7 @@
 """What lies between the calls of a step, beside their arguments and outside of them all; with the real compiler."""
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -258,12 +259,12 @@ def moves(monkeypatch):
 
 def per_step(moves, *host: int) -> dict:
     """What is put in a step, from the bytes that each step moves to the host."""
-    totals, total = [], [moves.NONE] * len(moves.CAUSES)
+    totals, total = [], [(0, 0, 0, 0)] * len(moves.CAUSES)
     for size in (0, *host):
         put = total[0]
         total = [(put[0] + size, 0, 0, put[3] + bool(size)), *total[1:]]
         totals.append(tuple(total))
-    return moves.of_steps(totals).get("put", {})
+    return moves.of_steps(list(itertools.pairwise(totals))).get("put", {})
 
 
 def test_moves_of_steps_by_hand(moves) -> None:
@@ -286,6 +287,91 @@ def test_moves_of_steps_by_hand(moves) -> None:
     assert per_step(moves, *[0] * 18, 8, 8)["host"] == pytest.approx(3 * 8 / 20)
     # Each step another size.
     assert per_step(moves, 1, 2, 3, 4) == {"host": 2.5, "devices": 0, "slices": 0, "times": 1}
+
+
+LINKS = """
+how, devices = sys.argv[1], list(mesh.devices.flat)
+w, part = jax.device_put(np.zeros((8192, 1024)), split), np.zeros((1024, 1024), np.float32)
+step = jax.jit(lambda w, x: w + x)
+for _ in range(10):
+    parts, x = [shard.data for shard in w.addressable_shards], w
+    if how == "fed":
+        x = [jax.device_put(part, device) for device in devices]
+        x = jax.make_array_from_single_device_arrays(w.shape, split, x)
+    elif how == "next":
+        kept = [jax.device_put(*to) for to in zip(parts, devices[1:] + devices[:1])]
+    elif how == "chain":
+        for device in devices[1:]:
+            parts[0] = jax.device_put(parts[0], device)
+    elif how == "first":
+        kept = [jax.device_put(parts[0], device) for device in devices[1:]]
+    elif how == "calls":
+        for device in devices[1:]:
+            parts[0] = step(jax.device_put(parts[0], device), 1.0)
+    elif how == "get":
+        kept = jax.device_get(parts)
+    else:
+        kept = [np.asarray(part) for part in parts]
+    w = step(w, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "link", "size"),
+    [
+        ("fed", "fed", "host", 4 * MIB),
+        ("next", "put", "devices", 4 * MIB),
+        ("chain", "put", "devices", 28 * MIB),
+        ("first", "put", "devices", 28 * MIB),
+        ("calls", "put", "devices", 28 * MIB),
+        ("get", "read", "host", 4 * MIB),
+        ("one by one", "read", "host", 32 * MIB),
+    ],
+)
+def test_moves_over_links_of_their_own_run_beside_each_other(
+    how: str, cause: str, link: str, size: int, tmp_path: Path
+) -> None:
+    """By hand: 4 MiB of each of eight devices, all at once; one after the other where each waits for the one before, by its
+    values, through a call or on the host, and where all come from one device."""
+    script = tmp_path / "program.py"
+    script.write_text(HEAD + LINKS)
+    folder = tmp_path / "answer"
+    folder.mkdir()
+    captured = capture([sys.executable, str(script), how], slice("v5e-8"), folder, quick=True)
+    assert getattr(captured.answer.moves[cause], link) == size
+
+
+CLOSED = """
+from jax.sharding import Mesh
+
+rows, where = int(sys.argv[1]), NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P("d"))
+table = jax.device_put(jnp.zeros((rows, 8192)), where)
+
+@jax.jit
+def step(x):
+    return x + 1e-3 * jnp.tanh(x @ table) @ table.T
+
+x = jax.device_put(jnp.zeros((1024, rows)), where)
+for _ in range(10):
+    x = step(x)
+"""
+
+
+@pytest.mark.parametrize(("rows", "argument"), [(512, 0), (4096, 128 * MIB)])
+def test_an_array_that_the_step_refers_to_is_a_constant_of_its_program(
+    rows: int, argument: int, tmp_path: Path
+) -> None:
+    """By hand: a part of x on each device, and all of the table in its program as two bfloat16 constants, as it is and turned,
+    beside the part of the array itself. A constant that is too large to be compiled here is an argument, whole."""
+    made = forecast_of(CLOSED, "v5e-8", tmp_path, str(rows))
+    table = rows * 8192 * 4
+    assert made.memory is not None
+    assert made.memory.by_kind[HELD] == table // 8
+    assert made.memory.by_kind["inputs"] == 128 * rows * 4 + argument
+    assert made.memory.peak_bytes >= table + table // 8
+    text = line(made, "arrays that are not its arguments")
+    assert f"step refers to {table // MIB} MiB" in text
+    assert ("taken here as arguments" in text) == bool(argument)
 
 
 FED = """

@@ -18,7 +18,7 @@ import pytest
 from systolic.capture import capture
 from systolic.chips import slice
 from systolic.core.errors import OptionError, RunError
-from systolic.forecasting import Forecast
+from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.incomplete import given
@@ -114,6 +114,47 @@ def test_results_lie_where_jax_puts_them(tmp_path: Path) -> None:
     assert not any("guess" in line for line in made.cautions)
 
 
+def test_lambdas_have_the_names_of_their_lines(tmp_path: Path) -> None:
+    made = forecast_of("lambdas.py", "v5e-8", tmp_path)
+    assert made.recipe == "lambda at lambdas.py:9 + lambda at lambdas.py:10"
+    # By hand: the product and its slope, of a device's rows.
+    assert made.hardware_flops == pytest.approx(2 * 2 * 256 * 1024**2, rel=0.01)
+
+
+def main_of(module) -> str:
+    """Text of a module's main function, which comes first."""
+    return str(module).partition("func.func private")[0]
+
+
+def test_functions_are_put_in_place_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for jaxlib 0.5, whose own pass leaves all calls: one function twice, one in another, one in a loop."""
+    monkeypatch.syspath_prepend(str(HOOK))
+    shardings = importlib.import_module(f"{HOOKED}.shardings")
+
+    @jax.jit
+    def positive(x):
+        return jnp.where(x > 0, x, 0)
+
+    @jax.jit
+    def outer(x):
+        return positive(x) + 1
+
+    def function(x, w):
+        y = positive(outer(x) @ w)
+        return jax.lax.fori_loop(0, 3, lambda _, y: positive(y @ w), y), y
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    module = jax.jit(function).lower(x, x).compiler_ir()
+    with module.context:
+        copy = module.operation.clone()
+        calls, main = (main_of(copy), shardings._inline(copy), main_of(copy))[::2]
+        assert copy.verify()
+    assert calls.count("call @") >= 3
+    assert "call @" not in main
+    # By hand: 'positive' in 'outer', after the product and in the loop, each a comparison.
+    assert main.count("GT,") == 3
+
+
 def test_a_donated_array_is_refused_as_jax_does(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         captured_of("deleted.py", "v5e-1", tmp_path)
@@ -135,6 +176,19 @@ def test_a_named_step_after_a_small_first_call(tmp_path: Path) -> None:
     made = forecast_of("lengths.py", "v5e-1", tmp_path, "first", step="step")
     assert made.hardware_flops == pytest.approx(2 * 2 * 4096 * 1024**2, rel=0.01)
     assert not any("kinds of arguments" in line for line in made.cautions)
+
+
+def test_a_named_step_that_comes_with_some_steps_alone(tmp_path: Path) -> None:
+    captured = captured_of("evaluating.py", "v5e-1", tmp_path, step="eval_step")
+    made = forecast_captured(captured, slice("v5e-1"))
+    (program,) = captured.programs
+    assert (program.name, program.calls_per_step) == ("eval_step", 1)
+    alone = forecast_text(captured.folder / program.text, slice("v5e-1"))
+    # What the steps between two of its calls read is none of it.
+    assert made.step_seconds == pytest.approx(alone.step_seconds)
+    assert made.hardware_flops == pytest.approx(2 * 2 * 2048 * 1024 * 1024, rel=0.01)
+    line = told(made, "the step is one call of eval_step, as --step says")
+    assert "2 beside 5 of average, 5 of train_step, 14 % " in line
 
 
 def test_each_process_on_its_own_devices(tmp_path: Path) -> None:
@@ -163,7 +217,7 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
 
 def test_a_function_that_is_jitted_in_each_step_on_the_second_slice(tmp_path: Path) -> None:
     made = forecast_of("anew.py", "2xv5e-8", tmp_path)
-    told(made, "<lambda> was traced anew 10 times in 10 calls")
+    told(made, "lambda at anew.py:15 was traced anew 10 times in 10 calls")
     told(made, "the step uses 8 of the 16 chips of 2xv5e-8")
     # By hand: two matmuls of a device's rows, on half of the devices.
     assert made.hardware_flops == pytest.approx(2 * 2 * 1024**3 / 2, rel=0.01)
@@ -271,7 +325,8 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     every, low, high = ((builtins.slice(*ends),) for ends in ((0, 8), (0, 4), (4, 8)))
 
     def of(source, target):
-        return moves._bytes(source, target, (8,), 4)
+        parts = moves._parts(source, target, (8,), 4)
+        return tuple(max((size for *_, size in own), default=0) for own in parts)
 
     assert of(Placed({a: low, b: high}), Placed({a: every, b: every})) == (0, 16, 0)
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)

@@ -94,6 +94,17 @@ def test_calls_on_different_devices(tmp_path: Path, how: str) -> None:
     assert made.cautions[0].startswith("the step uses 2 of the 8 chips")
 
 
+@pytest.mark.parametrize("how", ["put", "host", "apart"])
+def test_calls_that_pass_tokens_to_each_other(tmp_path: Path, how: str) -> None:
+    """By hand: who takes another's tokens waits for it, whatever way they go; a counter that both take keeps nobody waiting."""
+    made, folder = forecast_of("tokens.py", "v5e-8", tmp_path, how)
+    alone = [forecast_text(folder / f"program{n}.txt", slice("v5e-1")).step_seconds for n in (0, 1)]
+    draft, check = (seconds or 0.0 for seconds in alone)
+    expected = max(draft, check) if how == "apart" else draft + check
+    # 16 KiB of tokens to the other device and back take less than a thousandth of that.
+    assert made.step_seconds == pytest.approx(expected, rel=1e-3)
+
+
 def test_an_evaluation_each_five_steps_is_beside_the_step(tmp_path: Path, capsys) -> None:
     made, folder = forecast_of("evaluating.py", "v5e-1", tmp_path)
     assert made.recipe == "train_step + average"
@@ -168,6 +179,12 @@ def hook(name: str) -> ModuleType:
     return module
 
 
+class Kind(SimpleNamespace):
+    """A kind of calls."""
+
+    __hash__ = object.__hash__
+
+
 class Recorder:
     """A sequence of calls, each of which takes what named ones made last."""
 
@@ -179,10 +196,11 @@ class Recorder:
         self, name: str, *takes: str, into: str = "", flops: float = 1.0, size: int = 0
     ) -> None:
         """Calls a function; ``into``: the name of what it makes, its own by default; ``size``: bytes of its arguments."""
-        kind = self.kinds.setdefault(name, SimpleNamespace(key=(name,), name=name, flops=flops))
+        kind = self.kinds.setdefault(name, Kind(key=(name,), name=name, flops=flops))
         born = frozenset(self.last.get(one, -1) for one in takes)
         ids = [(len(self.sequence), size)] if size else []
-        now = SimpleNamespace(ids=ids, links=(frozenset(), born), held={}, taken=set())
+        after = born - {-1}
+        now = SimpleNamespace(ids=ids, links=(frozenset(), born), after=after, held={}, taken=set())
         self.last[into or name] = len(self.sequence)
         self.sequence.append(self.steps.RecordedCall(kind, 0.0, 0, now))
 
@@ -275,6 +293,25 @@ def test_gradients_of_several_batches_are_one_step() -> None:
         made.call("update", "update", "gather")
         made.last.pop("gather")
     assert made.step() == (["gather"] * 4 + ["update"], [])
+
+
+def test_what_the_calls_of_a_step_wait_for() -> None:
+    made = Recorder()
+    for step in range(20):
+        made.call("first", "first", *["second"] * (step % 10 == 9))  # the host reads now and then
+        for _ in range(2):
+            made.call("second", "first", "second")
+        if step == 2:
+            made.last["initial"] = made.last["first"]
+        made.call("last", "second", "initial")
+    waits = made.steps.waits(made.sequence, range(76, 80))
+    assert list(map(sorted, waits)) == [[(0, 1)], [(0, 0), (2, 1)], [(0, 0), (1, 0)], [(2, 0)]]
+    # What is taken two steps later, as where the host reads a loss behind the next call.
+    late = Recorder()
+    for step in range(20):
+        late.call("train", "train", *["read"] * (step > 1))
+        late.last["read"] = len(late.sequence) - 2
+    assert made.steps.waits(late.sequence, [19]) == [{(0, 1), (0, 2)}]
 
 
 def call(program: int, seconds: float, devices: str, *after: tuple[int, int]) -> DeviceCall:

@@ -10,7 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from systolic.core.machine import bounded, bounded_workers, num_cores, set_up_xla, sound_flags
+from systolic.core.machine import (
+    bounded,
+    bounded_workers,
+    flags_of_user,
+    num_cores,
+    set_up_xla,
+    sound_flags,
+)
 from systolic.core.reporter import reporting
 from systolic.planning.goal import compiles_at_once
 from systolic.report.output import StderrReporter
@@ -55,6 +62,8 @@ def test_convolutions_are_not_fused_where_a_jaxlib_makes_nan_of_them(
     assert (not added) is fused
     own = "--xla_cpu_experimental_ynn_fusion_type="
     assert sound_flags(own) == own
+    assert flags_of_user(sound_flags(given)) == given
+    assert flags_of_user(sound_flags("")) == ""
 
 
 READER = """\

@@ -423,3 +423,13 @@ def test_a_profiler_that_fails_stops_nothing(tmp_path: Path):
     assert told[0].startswith("no profile: ")
     with pytest.raises(OptionError, match="profile is -1"):
         SessionTrace(tmp_path, -1, 4, lambda *_: None)
+
+
+def test_a_cpu_profile_is_not_judged_as_a_chip(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ops against a TPU's peaks were problems of the program: matmuls at 0 % of the matrix units."""
+    assert main(["explain", str(recorded / "digits.xplane.pb"), "--chip", "v5e"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--chip is v5e, and the profile is of a CPU" in line
+    assert "leave --chip out" in line

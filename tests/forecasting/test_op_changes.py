@@ -9,11 +9,20 @@ import pytest
 import systolic
 from systolic.chips import slice
 from systolic.cli.main import main
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError
 from systolic.forecasting import compare_texts
+from systolic.forecasting.comparison import compare_forecasts
 from systolic.forecasting.costs import core
 from systolic.forecasting.display import op_table
-from systolic.forecasting.op_changes import OpChange, OpFate, changes_of
+from systolic.forecasting.op_changes import (
+    OpChange,
+    OpFate,
+    OpGroup,
+    groups_in,
+    groups_of,
+    table_of,
+)
+from systolic.forecasting.op_changes import changes_of as changes_between
 from systolic.hlo import Module, parse
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
@@ -32,6 +41,14 @@ def side(text: str) -> Side:
 @pytest.fixture(scope="module")
 def sides() -> dict[str, Side]:
     return {name: side(hlo.text(name)) for name in (NEW, OLD, FLAG)}
+
+
+def groups(of: Side) -> list[OpGroup]:
+    return groups_of([(*of, 1.0)])
+
+
+def changes_of(before: Side, after: Side) -> list[OpChange]:
+    return changes_between(groups(before), groups(after))
 
 
 def seconds(one: Side) -> float:
@@ -161,23 +178,82 @@ def test_the_verb_tells_the_ops(
     assert page.read_text().count("<tr title=") == min(len(ops), op_table.PAGE_ROWS)
 
 
-def test_a_dump_is_compared_with_a_dump(
+def test_saved_forecasts_are_compared_as_their_dumps(
     files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new, old = files
-    with pytest.raises(
-        OptionError, match="is a dump, which another dump is compared with: systolic f"
+    """A forecast's JSON keeps its ops: both saved, either saved and the other a dump, and two dumps say the same."""
+    kept = [tmp_path / "new.json", tmp_path / "old.json"]
+    for dump, path in zip(files, kept, strict=True):
+        assert main(["forecast", str(dump), "--on", "v6e-4", "--json"]) == 0
+        path.write_text(capsys.readouterr().out)
+
+    def against(after: Path, before: Path, *words: str) -> dict:
+        assert main(["forecast", str(after), "--against", str(before), "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    dumps = against(*files, "--on", "v6e-4")
+    assert dumps["against_ops"]
+    for answer in (
+        against(*kept),
+        against(kept[0], files[1]),
+        against(files[0], kept[1], "--on", "v6e-4"),
     ):
-        systolic.forecast("lm", against=old, on="v6e-4")
-    assert main(["forecast", "lm", "--against", str(old), "--on", "v6e-4"]) == 2
-    assert "is a dump, which another dump is" in capsys.readouterr().err
-    assert main(["forecast", str(old), "--on", "v6e-4", "--json"]) == 0
-    before = tmp_path / "before.txt"  # JSON, whatever its name
-    before.write_text(capsys.readouterr().out)
-    assert main(["forecast", str(new), "--against", str(before), "--on", "v6e-4", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["against"]
-    assert "against_ops" not in record
+        assert answer["against"] == dumps["against"]
+        assert answer["against_ops"] == dumps["against_ops"]
+        assert answer["against_notes"] == []
+    assert main(["forecast", str(kept[0]), "--against", str(kept[1])]) == 0
+    text = capsys.readouterr().out
+    assert "from old.txt on v6e-4 to new.txt on v6e-4" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert systolic.forecast(files[0], on="v6e-4", against=json.loads(kept[1].read_text())).against
+
+
+def test_the_ops_of_a_forecast_survive_its_json(sides: dict[str, Side]) -> None:
+    kept = json.loads(json.dumps({"ops": table_of(groups(sides[OLD]))}))
+    assert len(json.dumps(kept)) < 100_000
+    rows = changes_between(groups_in(kept), groups(sides[NEW]))
+    assert rows == changes_of(sides[OLD], sides[NEW])
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"slice": "v6e-8"}, "the slices differ: seconds and bytes are of a device of v6e-8 and of v6e-4"),
+        ({"tokens_per_second": 5.0}, "the first counts tokens, the second calls: "),
+        ({"ops": None}, "ops are not compared: the first of the forecasts keeps none; write it again"),
+        ({"calibration": {"name": "mine"}}, "the first is corrected by mine, the second by none"),
+        ({"compiler": {"libtpu": "0.0.52"}, "fits": False}, "the first does not fit, and has no time"),
+    ],
+)  # fmt: skip
+def test_what_makes_two_forecasts_unlike_is_said(
+    change: dict, note: str, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    after, before = tmp_path / "after.json", tmp_path / "before.json"
+    record = systolic.forecast(files[0], on="v6e-4").to_json()
+    after.write_text(json.dumps(record))
+    before.write_text(json.dumps({**record, **change}))
+    changes = compare_forecasts(after, against=before)
+    (line,) = changes.notes
+    assert line.startswith(note)
+    assert bool(changes.ops) == ("ops" not in change)
+
+
+def test_a_saved_forecast_is_refused_in_one_line(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, damaged = tmp_path / "kept.json", tmp_path / "damaged.json"
+    record = systolic.forecast(files[0], on="v6e-4").to_json()
+    kept.write_text(json.dumps(record))
+    damaged.write_text(json.dumps({**record, "ops": {"rows": [[1]], "parts": []}}))
+    for words, message in (
+        ([], "needs an earlier forecast; add --against EARLIER.json"),
+        (["--against", str(kept), "--on", "v6e-8"], "kept.json is a forecast on v6e-4 and --on v6e-8 is given; leave --on out"),
+        (["--against", str(damaged)], "the ops of the saved forecast of new.txt are damaged"),
+        (["--against", str(tmp_path / "none.json")], "none.json cannot be read"),
+    ):  # fmt: skip
+        assert main(["forecast", str(kept), *words]) != 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 def test_a_dump_for_another_number_of_devices_is_one_line(files: tuple[Path, Path]) -> None:

@@ -11,6 +11,8 @@ from systolic.core.origin import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
+from systolic.hlo import parse
+from systolic.hlo.parse import check
 from systolic.report.terminal import plain
 from tests.recorded import hlo as recorded
 
@@ -28,6 +30,16 @@ def test_a_dump_of_another_program(name: str, tmp_path: Path) -> None:
     assert 0.9 < found["priced_fraction"] <= 1.0
     assert found["model_flops_per_step"] is None
     assert "peak memory is from the schedule, not from the compiler" in found["notes"]
+
+
+def test_opcodes_of_a_newer_compiler_are_no_damage_of_what_it_just_wrote() -> None:
+    """libtpu 0.0.52 multiplies for the high half, and the next one does something else."""
+    text = recorded.text("lm-v5e-4")
+    check(parse(text.replace(" exponential(", " mulhi(")))
+    newer = parse(text.replace(" exponential(", " not-yet-known("))
+    with pytest.raises(DataError, match="opcode 'not-yet-known', which HLO does not have"):
+        check(newer)
+    check(newer, newer=True)
 
 
 @pytest.mark.parametrize(

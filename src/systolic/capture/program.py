@@ -23,6 +23,7 @@ import msgspec
 from systolic.chips import Slice
 from systolic.compiling.environment import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.machine import flags_of_user
 from systolic.core.shutdown import ends_cleanly
 
 HOOK = Path(__file__).parent / "hook"
@@ -137,7 +138,7 @@ class CapturedCall(msgspec.Struct, frozen=True):
     program: int
     """Its index among the programs of the step."""
     after: list[tuple[int, int]]
-    """Calls whose results it takes: the place in the step, and how many steps back."""
+    """Calls that it waits for: the place in the step, and how many steps back."""
 
 
 class OtherFunction(msgspec.Struct, frozen=True):
@@ -392,6 +393,8 @@ def _environment(folder: Path) -> dict[str, str]:
     ours = own_libtpu()
     if ours is not None and Path(variables.get("TPU_LIBRARY_PATH", "")) == Path(ours["path"]):
         del variables["TPU_LIBRARY_PATH"]  # libtpu sets it on import, in a process that has jax
+    if "XLA_FLAGS" in variables:
+        variables["XLA_FLAGS"] = flags_of_user(variables["XLA_FLAGS"])
     variables["PYTHONUNBUFFERED"] = "1"  # its lines come in their order, beside ours
     paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables["PYTHONPATH"] = os.pathsep.join(paths)

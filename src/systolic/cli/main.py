@@ -134,6 +134,12 @@ VERBS = {
                 takes=TargetKind.path,
                 first_word="systolic.forecasting.command:is_dump",
             ),
+            VerbForm(
+                function="systolic.forecasting.comparison:compare_forecasts",
+                view="systolic.forecasting.display.op_table:show_changes",
+                takes=TargetKind.path,
+                first_word="systolic.forecasting.command:is_saved",
+            ),
         ),
     ),
     "plan": Verb(

@@ -15,6 +15,7 @@ from systolic.core.reporter import reporter
 
 POLL_SECONDS = 0.5
 _FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
+_SOUND = f"{_FUSIONS}=dot,individual_dot,individual_convolution"
 _UNSOUND = ((0, 11, 2), (0, 12, 0, 1))
 """First and last jaxlib seen to compute NaN on a CPU from two convolutions in bfloat16 (docs/dependencies.md)."""
 
@@ -87,7 +88,12 @@ def sound_flags(flags: str) -> str:
     installed = tuple(map(int, numbers[0].split("."))) if numbers else ()
     if _FUSIONS in flags or not _UNSOUND[0] <= installed <= _UNSOUND[1]:
         return flags
-    return f"{flags} {_FUSIONS}=dot,individual_dot,individual_convolution".strip()
+    return f"{flags} {_SOUND}".strip()
+
+
+def flags_of_user(flags: str) -> str:
+    """``XLA_FLAGS`` without what :func:`sound_flags` adds, for a program whose jaxlib may not know it and then aborts."""
+    return flags.removesuffix(_SOUND).strip()
 
 
 def trim() -> None:

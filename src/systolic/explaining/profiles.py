@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.chips import ChipKind, Slice
+from systolic.chips import chip as chip_named
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.reporter import reporter
 from systolic.core.units import plural
@@ -136,6 +137,11 @@ def explain_profile(
     from systolic.explaining.causes import causes_of_profile
 
     profile = open_profile(path, chip)
+    backend = profile.trace.backend
+    if chip and chip_named(chip).kind.value != backend.value.lower():
+        raise OptionError(
+            f"--chip is {chip}, and the profile is of a {backend.value}, whose times say nothing about that chip; leave --chip out, or profile the program on a {chip}"
+        )
     folder = run_of(path)
     result = ProfileExplanation(
         causes=causes_of_profile(profile, mesh_of(folder) if folder else None),

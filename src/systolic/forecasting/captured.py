@@ -3,7 +3,8 @@
 Calls of a step on the devices that each of them runs on: calls on different devices run at the same time.
 
 A device runs its calls one after the other, in the order in which the program makes them. A call begins when all of its
-devices are free and the calls are over whose results it takes, in its own step or in the one before.
+devices are free and the calls are over whose results it takes, or that the host has waited for, in its own step or in
+those before.
 """
 
 import re
@@ -34,6 +35,7 @@ from systolic.forecasting.memory import (
     undonated_bytes,
     with_held,
 )
+from systolic.forecasting.op_changes import Schedule
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -59,7 +61,7 @@ class DeviceCall:
     seconds: float
     devices: frozenset[Device]
     after: Sequence[tuple[int, int]]
-    """Calls whose results it takes: the place in the step, and how many steps back."""
+    """Calls that it waits for: the place in the step, and how many steps back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +278,7 @@ def _names(module: Module, *, loops: bool) -> frozenset[str]:
 def _module(captured: Captured, program: CapturedProgram) -> Module:
     """The compiled text of a program, checked."""
     module = parse(counted_elsewhere((captured.folder / program.text).read_text()))
-    check(module)
+    check(module, newer=True)
     return module
 
 
@@ -307,6 +309,7 @@ def forecast_parts(
         for cause, own in answer.moves.items()
         if cause != moves.FED
     }
+    copies = [span for spans in moved.values() for span in spans]
     lenient = replace(given, strict=False)
     rare = [_part(captured, program, on, lenient) for program in answer.periodic]
     beside = [_part(captured, program, on, lenient) for program in answer.beside]
@@ -315,9 +318,7 @@ def forecast_parts(
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     forecast = assemble(
         module=main.module,
-        timeline=moves.with_moves(
-            _bounded(captured, parts, plan), [span for spans in moved.values() for span in spans]
-        ),
+        timeline=moves.with_moves(_bounded(captured, parts, plan), copies),
         memory=largest.memory,
         facts=ProgramFacts(notes=_notes(captured, parts, on)),
         name=_name(parts),
@@ -333,6 +334,7 @@ def forecast_parts(
     forecast = replace(
         forecast,
         compiled_for=on.chip.name,
+        schedules=_schedules(parts, plan, copies),
         cautions=(
             *answer.cautions,
             *_cautions(parts, plan, on),
@@ -346,6 +348,20 @@ def forecast_parts(
         **_flops(parts, on),
     )
     return _checked(forecast, [*parts, *rare], beside, answer.outside, on)
+
+
+def _schedules(
+    parts: Sequence[StepPart], plan: CallSchedule, copies: Sequence[Span]
+) -> list[Schedule]:
+    """Programs of the busiest device with how often a step calls them, and what is copied outside of them."""
+    schedules = [
+        (part.module, part.timeline, float(plan.own.get(number, 0)))
+        for number, part in enumerate(parts)
+        if part.timeline is not None and plan.own.get(number)
+    ]
+    seconds = sum(span.seconds for span in copies)
+    outside = Timeline(origin=Origin.simulated, seconds=seconds, spans=tuple(copies))
+    return [*schedules, (parts[0].module, outside, 1.0)]
 
 
 def _name(parts: Sequence[StepPart]) -> str:

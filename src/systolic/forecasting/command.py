@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
     from systolic.forecasting.forecast import Forecast
     from systolic.forecasting.serving.forecast import ServingForecast
     from systolic.forecasting.table import ForecastRow, ForecastTable
+    from systolic.sim.incomplete import Given
 
 USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
        systolic forecast --serve MODEL --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
+       systolic forecast FORECAST.json --against EARLIER.json
        systolic forecast --on SLICE [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
@@ -52,7 +55,8 @@ assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b),
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --csv, --trips, --cost, --calibration and --json.
---against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed.
+--against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed,
+and so does --against EARLIER.json, which systolic forecast … --json > EARLIER.json keeps; FORECAST.json is another of those.
 -- runs a JAX program of your own, unchanged and in its own environment, on a slice that is not there, until its step
 is known: that step is compiled by that environment's libtpu and simulated, and the program ends before it trains.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
@@ -154,7 +158,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         save: Keep the compiled executable in this file.
-        against: Print what changed since the forecast in this JSON file.
+        against: Print what changed since the forecast in this JSON file, or since a dump of the program, and which ops changed.
         csv: Write the table to this file as CSV.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
@@ -195,7 +199,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
         return _written(_table_of(job, on, vary, settings, options), csv)
     place = slice(on) if isinstance(on, str) else on
     assert isinstance(place, Slice)
-    before = _before(against)
+    before = _before(against, place)
     source = source_of(job, options)
     with working(f"{source.job.name} for {place.name}"):
         result = settings.forecast(source, place, None if save is None else Path(save))
@@ -219,7 +223,7 @@ def forecast_dump(
     Args:
         path: The text: ``compiled.as_text()``, or XLA's dump after optimizations.
         on: The slice that it was compiled for. Several with commas make a table.
-        against: Print what changed since the forecast in this JSON file, or since another dump of the program and which ops changed.
+        against: Print what changed since the forecast in this JSON file, or since another dump of the program, and which ops changed.
 
     Raises:
         OptionError: the slice is no TPU, or the program has nothing of a name in ``trips`` or ``costs``.
@@ -227,7 +231,7 @@ def forecast_dump(
     """
     from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.table import ForecastTable, row_of, slices_of
-    from systolic.forecasting.text import compare_texts, forecast_text
+    from systolic.forecasting.text import forecast_text
     from systolic.sim.incomplete import given
 
     text = Path(path)
@@ -242,11 +246,7 @@ def forecast_dump(
         ]
         return _written(ForecastTable(name=text.name, rows=rows), csv)
     (place,) = places
-    if isinstance(against, str | Path) and _is_hlo(Path(against)):
-        result, earlier, ops = compare_texts(text, Path(against), place, known)
-        return _compared(result, earlier.to_json(), ops)
-    before = _before(against)
-    return _compared(forecast_text(text, place, known), before)
+    return _compared(forecast_text(text, place, known), _before(against, place, known))
 
 
 @command_of
@@ -294,8 +294,8 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
             f"--on {on} names several slices, and a program is forecast for one at a time; systolic plan --on {on} -- … compares them"
         )
     place = slice(on) if isinstance(on, str) else on
-    before = _before(against)
     known = given_with(trips, costs, calibration, place)
+    before = _before(against, place, known)
     with ExitStack() as stack:
         if keep is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="systolic-")))
@@ -313,7 +313,8 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
             )
             progress.stage("simulating")
             result = forecast_captured(captured, place, known)
-    return _compared(replace(result, request={"command": list(command)}), before)
+    request = {"command": list(command), "quick": quick}
+    return _compared(replace(result, request=request), before)
 
 
 @command_of
@@ -481,6 +482,19 @@ def is_dump(word: str) -> bool:
     return ".py:" not in word and not word.endswith((".py", ".json")) and Path(word).is_file()
 
 
+def is_saved(word: str) -> bool:
+    """Whether the first word of a command is a forecast's JSON rather than a model's config.json."""
+    path = Path(word)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    from systolic.forecasting.comparison import is_forecast
+
+    try:
+        return is_forecast(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def is_table(on: Any, vary: Any, csv: Path | str | None) -> bool:
     """Whether options ask for a table: several slices, several values or a file of CSV."""
     several = not isinstance(on, str | Slice) or (isinstance(on, str) and "," in on)
@@ -606,45 +620,24 @@ def _written(table: "ForecastTable", csv: Path | str | None) -> "ForecastTable":
     return table
 
 
-def _before(against: Path | str | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """JSON of the forecast that another is compared with.
+def _before(
+    against: Path | str | Mapping[str, Any] | None, on: Slice, known: "Given | None" = None
+) -> Mapping[str, Any] | None:
+    """JSON of the forecast that another on a slice is compared with; raises as :func:`~systolic.forecasting.comparison.earlier`."""
+    if against is None:
+        return None
+    from systolic.forecasting.comparison import earlier
 
-    Raises:
-        NotFoundError: there is no such file.
-        OptionError: it is a dump, or no forecast.
-    """
-    if against is None or isinstance(against, Mapping):
-        return against
-    if _is_hlo(Path(against)):
-        raise OptionError(
-            f"--against {against} is a dump, which another dump is compared with: systolic forecast new.txt --against {against}; here it takes the JSON of a forecast"
-        )
-    from systolic.forecasting import comparison
-
-    return comparison.read(Path(against))
+    return earlier(against, on, known)
 
 
-def _compared(
-    result: "Forecast", before: Mapping[str, Any] | None, ops: Sequence[Any] = ()
-) -> "Forecast":
+def _compared(result: "Forecast", before: Mapping[str, Any] | None) -> "Forecast":
     """The forecast with what changed since an earlier one."""
     if before is None:
         return result
-    from systolic.forecasting.comparison import ForecastChanges, compare
+    from systolic.forecasting.comparison import ForecastChanges
 
-    figures = compare(before, result.to_json())
-    step = result.step_seconds or 0.0
-    against = ForecastChanges(before=before, figures=figures, ops=ops, step_seconds=step)
-    return replace(result, against=against)
-
-
-def _is_hlo(path: Path) -> bool:
-    """Whether a file is HLO and not the JSON of a forecast."""
-    try:
-        with path.open("rb") as file:
-            return file.read(64).lstrip().startswith(b"HloModule")
-    except OSError:
-        return False
+    return replace(result, against=ForecastChanges.of(before, result.to_json()))
 
 
 def _new_folder(folder: Path) -> Path:

@@ -1,20 +1,28 @@
-"""Changes since an earlier forecast: of its figures, and of the ops of two dumps."""
+"""Changes since an earlier forecast: of its figures, and of its ops."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from systolic.chips import Slice, slice
+from systolic.core.arguments import OptionWords, Required, Wording, command_of
 from systolic.core.errors import OptionError
 from systolic.core.files import read_given
 from systolic.forecasting.costs import roll_up
-from systolic.forecasting.op_changes import OpChange, OpFate
+from systolic.forecasting.op_changes import OpChange, OpFate, changes_of, groups_in
 from systolic.report import figures
+
+if TYPE_CHECKING:
+    from systolic.sim.incomplete import Given
 
 ROWS = 12
 """Most rows of a group in a comparison, the largest changes first."""
 SAME = 0.0005
 """Changes below this share of the step are left out."""
+UNITS = ("tokens", "examples", "calls")
+"""Units of which a forecast counts one."""
+ORDER = ("first", "second")
 LEAST = 0.0002
 """Changes of an op's time below this share of the step have no row of their own."""
 
@@ -54,25 +62,116 @@ class ForecastChanges:
 
     before: Mapping[str, Any]
     """JSON of the earlier one."""
+    after: Mapping[str, Any]
+    """JSON of the later one."""
     figures: Sequence[FigureChange]
     """Step, memory, money, resources and places."""
     ops: Sequence[OpChange] = ()
-    """Ops of both, where two dumps are compared."""
-    step_seconds: float = 0.0
-    """Seconds of the later one's step."""
+    """Ops of both, where both keep them."""
+    notes: Sequence[str] = ()
+    """Differences beside the programs, a line each."""
+
+    @classmethod
+    def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> "ForecastChanges":
+        """Compares the JSON of two forecasts.
+
+        Raises:
+            DataError: the ops of one are damaged.
+        """
+        old, new = groups_in(before), groups_in(after)
+        return cls(
+            before=before,
+            after=after,
+            figures=compare(before, after),
+            ops=changes_of(old, new) if old and new else (),
+            notes=unlike(before, after),
+        )
 
     @property
     def name(self) -> str:
         """The earlier forecast: ``lm on v5e-4``."""
-        return f"{self.before['recipe']} on {self.before['slice']}"
+        return name_of(self.before)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the later one's step; 0 where it does not fit."""
+        return self.after["step_seconds"] or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Figures as ``against``; ops that changed as ``against_ops``, where two dumps are compared."""
-        record: dict[str, Any] = {"against": [figure.to_json() for figure in self.figures]}
+        """Figures as ``against``; ops that changed as ``against_ops``, where both keep their ops; ``against_notes``."""
+        record: dict[str, Any] = {
+            "against": [figure.to_json() for figure in self.figures],
+            "against_notes": list(self.notes),
+        }
         if self.ops:
             rows = changed_ops(self.ops, self.step_seconds)
             record["against_ops"] = [row.to_json() for row in rows]
         return record
+
+
+@command_of
+def compare_forecasts(
+    path: Annotated[Path | str, Wording("the path of a forecast's JSON")],
+    *,
+    against: Annotated[
+        Path | str | Mapping[str, Any],
+        OptionWords(Path),
+        Required("an earlier forecast; add --against EARLIER.json, or a dump of its program"),
+    ],
+    on: str = "",
+) -> ForecastChanges:
+    """Compares a saved forecast with an earlier one: its figures, and the ops that changed.
+
+    Args:
+        path: The later one, as systolic forecast … --json wrote it.
+        against: The earlier one's JSON, or a dump of its program, which is forecast for the later one's slice.
+        on: The slice, which the file knows: no other.
+
+    Raises:
+        NotFoundError: a file can't be read.
+        OptionError: a file is no forecast, or ``on`` is another slice.
+        DataError: a file is damaged.
+    """
+    after = read(Path(path))
+    if on not in ("", after["slice"]):
+        raise OptionError(
+            f"{path} is a forecast on {after['slice']} and --on {on} is given; leave --on out, or forecast its program on {on}"
+        )
+    return ForecastChanges.of(earlier(against, slice(after["slice"])), after)
+
+
+def earlier(
+    against: Path | str | Mapping[str, Any], on: Slice, known: "Given | None" = None
+) -> Mapping[str, Any]:
+    """JSON of the forecast that another on a slice is compared with; a dump is forecast for that slice.
+
+    Raises:
+        NotFoundError: there is no such file.
+        OptionError: it is no forecast and no dump.
+        DataError: it is damaged, or a dump for another chip or number of devices.
+    """
+    if isinstance(against, Mapping):
+        return against
+    if _is_hlo(Path(against)):
+        from systolic.forecasting.text import forecast_text
+        from systolic.sim.incomplete import NOTHING
+
+        return forecast_text(Path(against), on, known or NOTHING).to_json()
+    return read(Path(against))
+
+
+def _is_hlo(path: Path) -> bool:
+    """Whether a file is HLO and not the JSON of a forecast."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip().startswith(b"HloModule")
+    except OSError:
+        return False
+
+
+def name_of(forecast: Mapping[str, Any]) -> str:
+    """``lm on v5e-4``."""
+    return f"{forecast['recipe']} on {forecast['slice']}"
 
 
 def changed_ops(rows: Sequence[OpChange], step_seconds: float) -> list[OpChange]:
@@ -91,11 +190,15 @@ def read(path: Path) -> dict[str, Any]:
     """
     again = "write one with systolic forecast … --json > forecast.json"
     record = read_given(path, again)
-    if not isinstance(record, dict) or not {"slice", "fits", "hbm", "time_by_resource"} <= set(
-        record
-    ):
+    if not is_forecast(record):
         raise OptionError(f"{path} is JSON but not a forecast; {again}")
     return record
+
+
+def is_forecast(record: Any) -> bool:
+    """Whether the value of a JSON file is a forecast of a step."""
+    names = {"recipe", "slice", "fits", "hbm", "step_seconds", "time_by_resource"}
+    return isinstance(record, dict) and names <= set(record)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
@@ -103,9 +206,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureC
     changes = [
         _change("", "step", before, after, ("step_seconds",), "s"),
         _change("", "MFU", before, after, ("mfu",), "share"),
-        _change("", "tokens/s", before, after, ("tokens_per_second",), ""),
-        _change("", "examples/s", before, after, ("examples_per_second",), ""),
-        _change("", "calls/s", before, after, ("calls_per_second",), ""),
+        *(_change("", f"{unit}/s", before, after, (f"{unit}_per_second",), "") for unit in UNITS),
         _change("", "peak memory", before, after, ("hbm", "peak_bytes"), "B"),
         _change("", "per billion tokens", before, after, ("usd_per_billion_tokens",), "$"),
         _change("", "per million examples", before, after, ("usd_per_million_examples",), "$"),
@@ -126,6 +227,53 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureC
         )
         changes += _table("time by layer", _summed(old, names), _summed(new, names), "s", least)
     return changes
+
+
+def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Differences between two forecasts beside the programs, a line each: what their figures can't be compared for, or differ for as well."""
+    sides = (before, after)
+    lines = []
+    slices = [side["slice"] for side in sides]
+    if slices[0] != slices[1]:
+        lines.append(
+            f"the slices differ: seconds and bytes are of a device of {slices[0]} and of {slices[1]}, dollars of the whole slice"
+        )
+    units = [next((unit for unit in UNITS if f"{unit}_per_second" in side), "") for side in sides]
+    if units[0] != units[1]:
+        lines.append(
+            f"the first counts {units[0]}, the second {units[1]}: what they do in a second and what that costs are not compared"
+        )
+    quick = [side.get("quick") for side in sides]
+    if None not in quick and quick[0] != quick[1]:
+        words = ["--quick, with op times estimated", "of a full compile"]
+        first, second = words if quick[0] else reversed(words)
+        lines.append(
+            f"the first is {first}, the second {second}: part of the difference in time comes from that; forecast both the same way to compare"
+        )
+    calibrations = [(side.get("calibration") or {}).get("name") for side in sides]
+    if calibrations[0] != calibrations[1]:
+        first, second = (f"by {name}" if name else "by none" for name in calibrations)
+        lines.append(
+            f"the first is corrected {first}, the second {second}: part of the difference in time comes from the calibration"
+        )
+    compilers = [_versions(side) for side in sides]
+    if all(compilers) and compilers[0] != compilers[1]:
+        lines.append(f"compiled by {compilers[0]}, then by {compilers[1]}")
+    fits = [side["fits"] for side in sides]
+    if not all(fits):
+        which = "both do" if not any(fits) else f"the {'second' if fits[0] else 'first'} does"
+        lines.append(f"{which} not fit, and {'have' if not any(fits) else 'has'} no time")
+    elif without := [name for name, side in zip(ORDER, sides, strict=True) if not side.get("ops")]:
+        lines.append(
+            f"ops are not compared: the {' and the '.join(without)} of the forecasts keeps none; write it again with this version"
+        )
+    return lines
+
+
+def _versions(forecast: Mapping[str, Any]) -> str:
+    """``libtpu 0.0.42.1, jax 0.10.2``, as far as they are known."""
+    compiler = forecast.get("compiler") or {}
+    return ", ".join(f"{name} {compiler[name]}" for name in ("libtpu", "jax") if name in compiler)
 
 
 def _change(

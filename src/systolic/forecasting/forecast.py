@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
+from systolic.forecasting.op_changes import OpGroup, Schedule, groups_of, table_of
 from systolic.sim.calibration import Calibration, factors_json
 from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import Incomplete
@@ -30,8 +32,6 @@ TOP_OPS = 20
 PLACES = 200
 """Places in the JSON, the most expensive first; the rest is one sum."""
 REST = "the rest"
-COSTS = ("time_by_layer", "top_ops")
-"""Names of the JSON that say where the time goes."""
 
 
 class TimeBound(enum.Enum):
@@ -94,6 +94,8 @@ class Forecast:
     """Calls that come with some steps alone and are not in the step: ``name``, ``every_steps``, ``calls``, their ``seconds`` and ``peak_bytes``."""
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
+    schedules: Sequence[Schedule] = field(default=(), repr=False)
+    """Programs of the step with their schedules; empty where they were dropped, since they are large."""
     request: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The command that makes this forecast: ``target``, ``arguments``, ``options``, ``step`` and ``quick`` of a recipe or model, ``command`` of a program."""
     against: "ForecastChanges | None" = field(default=None, repr=False)
@@ -196,6 +198,11 @@ class Forecast:
             if span.priced_by is PricedBy.nothing
         ]
 
+    @cached_property
+    def ops(self) -> Sequence[OpGroup]:
+        """Ops and waits of the core on a TPU, those that are alike together."""
+        return groups_of(self.schedules) if self.timeline is not None else ()
+
     @property
     def incomplete(self) -> Sequence[Incomplete]:
         """Loops, branches, kernels, custom calls and callbacks that may take another time than what is counted for them."""
@@ -234,7 +241,16 @@ class Forecast:
         return self.units / self.step_seconds if self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The published names, where the time goes (:data:`COSTS`) among them."""
+        """The published names: figures, places, the most expensive ops, and the table of ops that a later forecast is compared with."""
+        return {
+            **self.figures_json(),
+            **self.costs_json(),
+            "ops": table_of(self.ops),
+            **self.request,
+        }
+
+    def figures_json(self) -> dict[str, Any]:
+        """The published names without places, ops and the command."""
         seconds = self.step_seconds
         tokens = self.unit == "tokens"
         per, scale = ("billion_tokens", BILLION) if tokens else (f"million_{self.unit}", MILLION)
@@ -274,7 +290,6 @@ class Forecast:
             "compiler": dict(self.compiler),
             "layout": dict(self.layout),
             "notes": [*self.cautions, *self.warnings, *self.notes],
-            **self._costs(),
         }
         if self.periodic:
             record["periodic"] = [dict(program) for program in self.periodic]
@@ -282,7 +297,7 @@ class Forecast:
             record["rejected"] = self.rejected.to_json()
         if self.against is not None:
             record |= self.against.to_json()
-        return {**record, **self.request}
+        return record
 
     def _unpriced(self) -> list[dict[str, Any]]:
         """Parts that are priced incompletely, and ops of which only the bytes are known."""
@@ -332,7 +347,7 @@ class Forecast:
             ],
         }
 
-    def _costs(self) -> dict[str, Any]:
+    def costs_json(self) -> dict[str, Any]:
         """Seconds of the core by place in the model, and the most expensive ops."""
         if self.timeline is None:
             return {"time_by_layer": {}, "top_ops": []}

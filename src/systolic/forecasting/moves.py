@@ -106,15 +106,15 @@ def lines_of(
         some = mean.some
         if some is None:
             lines.append(
-                f"{begin} {_times(mean.times)} a step, {_sizes(mean)} on the device with the most: {duration(seconds)} {rates}"
+                f"{begin} {_times(mean.times)} a step, {_sizes(mean)} one after the other: {duration(seconds)} {rates}"
             )
             continue
         taken = sum(span.seconds for span in links.spans(some, name))
-        rare = f"every {some.every:.3g} steps ({some.steps:,} of {some.of:,} that were recorded), {_sizes(some)} on the device with the most, {duration(taken)} {rates}: {duration(taken / some.every)} of a step on average"
+        rare = f"every {some.every:.3g} steps ({some.steps:,} of {some.of:,} that were recorded), {_sizes(some)} one after the other, {duration(taken)} {rates}: {duration(taken / some.every)} of a step on average"
         always = mean.without(some)
         if max(always.host, always.devices, always.slices) >= 1:
             lines.append(
-                f"{begin} {_times(always.times)} a step, {_sizes(always)} on the device with the most; and more {rare}, {duration(seconds)} with the others"
+                f"{begin} {_times(always.times)} a step, {_sizes(always)} one after the other; and more {rare}, {duration(seconds)} with the others"
             )
         else:
             lines.append(f"{begin} with some steps alone, {rare}")

@@ -12,6 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from systolic.core.errors import DataError
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.module import named
@@ -118,11 +121,13 @@ class OpChange:
 
 Part = tuple[str, str]
 """Place and primitive of an instruction inside an op."""
+Schedule = tuple[Module, Timeline, float]
+"""A program of a step, its schedule, and how often the step calls it."""
 
 
 @dataclass(eq=False, slots=True)
-class _OpGroup:
-    """Ops of one side that are alike."""
+class OpGroup:
+    """Ops of one schedule that are alike."""
 
     kind: str
     place: str
@@ -136,10 +141,9 @@ class _OpGroup:
     heavy: frozenset[Part] = frozenset()
 
 
-def changes_of(before: tuple[Module, Timeline], after: tuple[Module, Timeline]) -> list[OpChange]:
+def changes_of(before: Sequence[OpGroup], after: Sequence[OpGroup]) -> list[OpChange]:
     """Rows that hold every op and wait of the core of both schedules once, the largest change of time first."""
-    old, new = _groups(*before), _groups(*after)
-    ties = _Ties(old, new)
+    ties = _Ties(before, after)
     for key in _KEYS:
         ties.by_key(key)
     ties.by_parts()
@@ -149,7 +153,7 @@ def changes_of(before: tuple[Module, Timeline], after: tuple[Module, Timeline]) 
     return sorted(rows, key=lambda row: (-abs(row.seconds), -row.after_seconds, row.place))
 
 
-_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
+_KEYS: Sequence[Callable[[OpGroup], Hashable]] = (
     lambda group: (group.kind, group.place, group.phase, group.source, group.shape),
     lambda group: (group.kind, group.place, group.phase, group.shape),
     lambda group: (group.kind, group.source, group.phase, group.shape),
@@ -157,7 +161,7 @@ _KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
 )
 """The whole key; without the line, which an edit moves; without the place, which a renamed scope or another version of
 JAX changes; without the shape, which padding changes."""
-_LAST_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
+_LAST_KEYS: Sequence[Callable[[OpGroup], Hashable]] = (
     lambda group: (group.kind, group.source, group.shape),
     lambda group: (group.kind, group.phase, group.shape, group.runs),
     lambda group: (group.kind, group.phase, group.shape),
@@ -169,17 +173,17 @@ _LAST_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
 class _Ties:
     """Which groups of both sides belong to one row."""
 
-    def __init__(self, old: Sequence[_OpGroup], new: Sequence[_OpGroup]) -> None:
+    def __init__(self, old: Sequence[OpGroup], new: Sequence[OpGroup]) -> None:
         self.sides = (list(old), list(new))
-        self.above: dict[int, _OpGroup] = {}
+        self.above: dict[int, OpGroup] = {}
         self.tied: set[int] = set()
         """Groups with a partner on the other side, by identity."""
 
-    def by_key(self, key: Callable[[_OpGroup], Hashable], *, in_order: bool = False) -> None:
+    def by_key(self, key: Callable[[OpGroup], Hashable], *, in_order: bool = False) -> None:
         """Ties groups without a partner that have the same key: all of them, or one by one in the order of their lines."""
-        sides: list[defaultdict[Hashable, list[_OpGroup]]] = []
+        sides: list[defaultdict[Hashable, list[OpGroup]]] = []
         for groups in self.sides:
-            keyed = defaultdict[Hashable, list[_OpGroup]](list)
+            keyed = defaultdict[Hashable, list[OpGroup]](list)
             for group in groups:
                 if id(group) not in self.tied:
                     keyed[key(group)].append(group)
@@ -198,7 +202,7 @@ class _Ties:
     def by_parts(self) -> None:
         """Ties groups without a partner to those of the other side that have most of their parts."""
         for mine, others in (self.sides, self.sides[::-1]):
-            having = defaultdict[Part, list[_OpGroup]](list)
+            having = defaultdict[Part, list[OpGroup]](list)
             for other in others:
                 for part in other.parts:
                     having[part].append(other)
@@ -209,32 +213,32 @@ class _Ties:
                 if best is not None and shared[best] >= SHARED * len(wanted):
                     self.tie(group, best)
 
-    def tie(self, group: _OpGroup, other: _OpGroup) -> None:
+    def tie(self, group: OpGroup, other: OpGroup) -> None:
         self.tied |= {id(group), id(other)}
         first, second = self.top(group), self.top(other)
         if first is not second:
             self.above[id(second)] = first
 
-    def top(self, group: _OpGroup) -> _OpGroup:
+    def top(self, group: OpGroup) -> OpGroup:
         while id(group) in self.above:
             group = self.above[id(group)]
         return group
 
-    def components(self) -> Iterable[tuple[list[_OpGroup], list[_OpGroup]]]:
+    def components(self) -> Iterable[tuple[list[OpGroup], list[OpGroup]]]:
         """Groups before and after of each row."""
-        rows: dict[int, tuple[list[_OpGroup], list[_OpGroup]]] = {}
+        rows: dict[int, tuple[list[OpGroup], list[OpGroup]]] = {}
         for side, groups in enumerate(self.sides):
             for group in groups:
                 rows.setdefault(id(self.top(group)), ([], []))[side].append(group)
         return rows.values()
 
 
-def _line(group: _OpGroup) -> tuple[str, int, float]:
+def _line(group: OpGroup) -> tuple[str, int, float]:
     file, _, line = group.source.rpartition(":")
     return file, int(line) if line.isdigit() else 0, group.seconds
 
 
-def _row(before: list[_OpGroup], after: list[_OpGroup]) -> OpChange:
+def _row(before: list[OpGroup], after: list[OpGroup]) -> OpChange:
     old, new = (sum(group.seconds for group in side) for side in (before, after))
     shown = max(after or before, key=lambda group: group.seconds)
     return OpChange(
@@ -253,7 +257,7 @@ def _row(before: list[_OpGroup], after: list[_OpGroup]) -> OpChange:
     )
 
 
-def _change(before: list[_OpGroup], after: list[_OpGroup], old: float, new: float) -> OpFate:
+def _change(before: list[OpGroup], after: list[OpGroup], old: float, new: float) -> OpFate:
     if not before or not after:
         return OpFate.new if after else OpFate.gone
     if _fused(before) != _fused(after):
@@ -263,12 +267,12 @@ def _change(before: list[_OpGroup], after: list[_OpGroup], old: float, new: floa
     return OpFate.slower if new > old else OpFate.faster
 
 
-def _fused(groups: list[_OpGroup]) -> set[tuple[str, frozenset[str]]]:
+def _fused(groups: list[OpGroup]) -> set[tuple[str, frozenset[str]]]:
     """Fusions of a row: their kinds, with the primitives inside."""
     return {(group.kind, frozenset(primitive for _, primitive in group.parts)) for group in groups}
 
 
-def _names(groups: list[_OpGroup]) -> list[str]:
+def _names(groups: list[OpGroup]) -> list[str]:
     names = itertools.chain.from_iterable(
         group.names for group in sorted(groups, key=lambda group: -group.seconds)
     )
@@ -278,24 +282,25 @@ def _names(groups: list[_OpGroup]) -> list[str]:
 # ---- ops of one side
 
 
-def _groups(module: Module, timeline: Timeline) -> list[_OpGroup]:
-    """The core's ops and waits by the whole key."""
-    index = {
-        instruction.name: (computation, instruction)
-        for computation in module.computations.values()
-        for instruction in computation
-    }
-    reader = _OpReader(module)
-    groups: dict[Hashable, _OpGroup] = {}
-    for span, times in core(timeline):
-        group = reader.group(span, index.get(span.name))
-        known = groups.setdefault(_KEYS[0](group), group)
-        known.seconds += span.seconds * times
-        known.runs += times
-        if span.name not in known.names:
-            known.names.append(span.name)
-        known.parts |= group.parts
-        known.heavy |= group.heavy
+def groups_of(schedules: Iterable[Schedule]) -> list[OpGroup]:
+    """The core's ops and waits of a step by the whole key."""
+    groups: dict[Hashable, OpGroup] = {}
+    for module, timeline, calls in schedules:
+        index = {
+            instruction.name: (computation, instruction)
+            for computation in module.computations.values()
+            for instruction in computation
+        }
+        reader = _OpReader(module)
+        for span, times in core(timeline):
+            group = reader.group(span, index.get(span.name))
+            known = groups.setdefault(_KEYS[0](group), group)
+            known.seconds += calls * span.seconds * times
+            known.runs += calls * times
+            if span.name not in known.names:
+                known.names.append(span.name)
+            known.parts |= group.parts
+            known.heavy |= group.heavy
     return list(groups.values())
 
 
@@ -305,17 +310,17 @@ class _OpReader:
     def __init__(self, module: Module) -> None:
         self.module = module
 
-    def group(self, span: Span, at: tuple[Computation, Instruction] | None) -> _OpGroup:
+    def group(self, span: Span, at: tuple[Computation, Instruction] | None) -> OpGroup:
         """A group without any time of the op of a span."""
         waits = span.opcode.startswith("wait")
         if at is None:
             kind = span.opcode
-            return _OpGroup(kind, place_of(span), "", short(span.source), "")
+            return OpGroup(kind, place_of(span), "", short(span.source), "")
         computation, instruction = at
         inside = list(self.inside(instruction))
         kind, decisive = self.kind(instruction, inside)
         parts, heavy = self.parts(inside)
-        return _OpGroup(
+        return OpGroup(
             f"wait for {kind}" if waits else kind,
             place_of(span),
             phase_of(named(self.module, computation, instruction).op_name),
@@ -441,3 +446,83 @@ def totals(rows: Iterable[OpChange]) -> Mapping[OpFate, tuple[int, float]]:
         count, seconds = by_change.get(row.change, (0, 0.0))
         by_change[row.change] = count + 1, seconds + row.seconds
     return by_change
+
+
+# ---- ops of one side as a forecast's JSON keeps them
+
+
+class _GroupRow(msgspec.Struct, array_like=True):
+    kind: str
+    layer: str
+    phase: str
+    source: str
+    shape: str
+    seconds: float
+    runs: float
+    ops: list[str]
+    parts: list[int]
+    """Indices of :attr:`_GroupTable.parts`."""
+    heavy: list[int]
+
+
+class _GroupTable(msgspec.Struct):
+    rows: list[_GroupRow]
+    parts: list[list[str]]
+
+
+def table_of(groups: Sequence[OpGroup]) -> dict[str, Any]:
+    """The groups as plain values: ``columns``, ``rows``, and ``parts``, of which rows have the indices."""
+    parts = sorted({part for group in groups for part in group.parts})
+    index = {part: at for at, part in enumerate(parts)}
+    rows = [
+        _GroupRow(
+            kind=group.kind,
+            layer=group.place,
+            phase=group.phase,
+            source=group.source,
+            shape=group.shape,
+            seconds=group.seconds,
+            runs=group.runs,
+            ops=group.names[:NAMES],
+            parts=sorted(index[part] for part in group.parts),
+            heavy=sorted(index[part] for part in group.heavy),
+        )
+        for group in groups
+    ]
+    return {
+        "columns": list(_GroupRow.__struct_fields__),
+        **msgspec.to_builtins(_GroupTable(rows, list(map(list, parts)))),
+    }
+
+
+def groups_in(forecast: Mapping[str, Any]) -> list[OpGroup]:
+    """The groups of a forecast's JSON; none where it keeps none.
+
+    Raises:
+        DataError: they are damaged.
+    """
+    if not forecast.get("ops"):
+        return []
+    try:
+        table = msgspec.convert(forecast["ops"], _GroupTable)
+        parts = [(place, primitive) for place, primitive in table.parts]
+        return [_group(row, parts) for row in table.rows]
+    except (ValueError, IndexError) as error:
+        raise DataError(
+            f"the ops of the saved forecast of {forecast.get('recipe')} are damaged ({error}); write it again with systolic forecast … --json"
+        ) from error
+
+
+def _group(row: _GroupRow, parts: Sequence[Part]) -> OpGroup:
+    return OpGroup(
+        kind=row.kind,
+        place=row.layer,
+        phase=row.phase,
+        source=row.source,
+        shape=row.shape,
+        seconds=row.seconds,
+        runs=row.runs,
+        names=row.ops,
+        parts=frozenset(parts[at] for at in row.parts),
+        heavy=frozenset(parts[at] for at in row.heavy),
+    )

@@ -236,7 +236,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Gi
             "program": outcome.digest,
         },
     )
-    return replace(forecast, answer=outcome)
+    return replace(forecast, answer=outcome, schedules=[(module, timeline, 1.0)])
 
 
 def assemble(

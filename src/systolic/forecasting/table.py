@@ -67,11 +67,16 @@ class ForecastRow:
         return forecast.bill.usd_per(1.0, forecast.units, forecast.step_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """The forecast under its published names with ``settings``, or the slice with the ``problem``."""
+        """The forecast under its published names, without the table of its ops, with ``settings``, or the slice with the ``problem``."""
         settings = dict(self.settings)
         if self.forecast is None:
             return {"slice": self.on.name, "settings": settings, "problem": self.problem}
-        return {**self.forecast.to_json(), "settings": settings}
+        return {
+            **self.forecast.figures_json(),
+            **self.forecast.costs_json(),
+            **self.forecast.request,
+            "settings": settings,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,7 +174,7 @@ def _flat(row: ForecastRow) -> dict[str, Any]:
     """Scalars of a row by column."""
     record: dict[str, Any] = {"slice": row.on.name, "chips": row.on.num_chips, **row.settings}
     if row.forecast is not None:
-        for name, value in row.forecast.to_json().items():
+        for name, value in row.forecast.figures_json().items():
             if name in _LEFT_OUT or name in record:
                 continue
             if isinstance(value, Mapping):

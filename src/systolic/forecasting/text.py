@@ -82,11 +82,10 @@ def compare_texts(
     Raises:
         As :func:`forecast_text`.
     """
-    before, old = forecast_module(against, on, given)
-    after, new = forecast_module(path, on, given)
-    if before.timeline is None or after.timeline is None:
+    before, after = (forecast_text(each, on, given) for each in (against, path))
+    if not before.ops or not after.ops:
         return after, before, ()
-    return after, before, changes_of((old, before.timeline), (new, after.timeline))
+    return after, before, changes_of(before.ops, after.ops)
 
 
 def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Forecast, Module]:
@@ -114,7 +113,9 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
         memory_origin=Origin.compiled if peak_bytes else Origin.simulated,
     )
-    forecast = replace(forecast, compiled_for=target.generation)
+    forecast = replace(
+        forecast, compiled_for=target.generation, schedules=[(module, timeline, 1.0)]
+    )
     if module.num_partitions == 1 < on.num_devices:
         forecast = _of_one_device(forecast, on)
     if target.doubt:

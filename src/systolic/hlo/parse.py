@@ -182,7 +182,7 @@ OPCODES = frozenset(
     cholesky clamp collective-broadcast collective-permute compare complex concatenate conditional constant convert
     convolution copy cosh cosine count-leading-zeros custom-call divide domain dot dynamic-reshape dynamic-slice
     dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather get-dimension-size
-    get-tuple-element imag infeed iota is-finite log log-plus-one logistic map maximum minimum multiply negate not
+    get-tuple-element imag infeed iota is-finite log log-plus-one logistic map maximum minimum mulhi multiply negate not
     opt-barrier or outfeed pad parameter partition-id popcnt power ragged-all-to-all ragged-dot real recv reduce
     reduce-precision reduce-scatter reduce-window remainder replica-id reshape reverse rng rng-bit-generator
     rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select
@@ -194,8 +194,12 @@ OPCODES = frozenset(
 _GPU_MARKS = ("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config")
 
 
-def check(module: Module) -> None:
+def check(module: Module, *, newer: bool = False) -> None:
     """Refuses a module with unknown opcodes or dtypes, or with names that nothing defines.
+
+    Args:
+        module: The parsed text.
+        newer: Accept opcodes that are not known: the text comes from a compiler that may be newer than :data:`OPCODES`.
 
     Raises:
         DataError: what is wrong and where.
@@ -206,7 +210,7 @@ def check(module: Module) -> None:
             opcode = instruction.opcode
             for ending in _ASYNC:
                 opcode = opcode.removesuffix(ending)
-            if opcode not in OPCODES:
+            if opcode not in OPCODES and not newer:
                 raise DataError(
                     f"{where} has the opcode {instruction.opcode!r}, which HLO does not have"
                     f"{nearest(opcode, OPCODES)}; the text may be damaged, dump the module again"

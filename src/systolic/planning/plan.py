@@ -12,7 +12,6 @@ from systolic.chips import Slice
 from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
 from systolic.forecasting import Forecast
-from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis, Facts
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal, Objective, Total, front
@@ -162,9 +161,8 @@ class Plan:
     def _ranked(self, trial: Trial, front: set[int]) -> dict[str, Any]:
         assert trial.forecast is not None
         assert trial.total is not None
-        plain = trial.forecast.to_json()
         return {
-            **{name: value for name, value in plain.items() if name not in COSTS},
+            **trial.forecast.figures_json(),
             "settings": trial.candidate.settings(self.facts.job),
             "flags": list(trial.candidate.compiler_flags),
             "total": {

@@ -140,7 +140,8 @@ class _Compiling:
 
     def result(self) -> Forecast:
         outcome = self.outcome.result()
-        return of_outcome(outcome, self.name, self.candidate.on, self.seconds, self.given)
+        forecast = of_outcome(outcome, self.name, self.candidate.on, self.seconds, self.given)
+        return replace(forecast, schedules=())  # a search has hundreds
 
 
 HOPELESS = 1.15

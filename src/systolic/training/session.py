@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.machine import bounded
+from systolic.core.notebook import frame
 from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
@@ -210,6 +211,10 @@ class TrainResult:
     def interrupted(self) -> str | None:
         """The signal that ended the session early; it is saved, and ``systolic.resume`` continues it."""
         return self.summary["interrupted"]
+
+    def _repr_html_(self) -> str | None:
+        page = Path(self.run) / "report.html"
+        return frame(page.read_text()) if page.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)

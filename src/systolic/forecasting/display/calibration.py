@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TextIO
 
 from rich.text import Text
@@ -20,7 +21,9 @@ SHOWN = 1e-3
 
 def print_calibration(record: CalibrationRecord, *, stream: TextIO | None = None) -> None:
     """Prints a calibration with what it rests on to ``stream`` (stdout)."""
-    print_lines(lambda _: lines(record), MAX_WIDTH, stream=stream, usual=120)
+    print_lines(
+        lambda columns: _wrapped(lines(record), columns), MAX_WIDTH, stream=stream, usual=120
+    )
 
 
 def print_calibrations(
@@ -28,6 +31,16 @@ def print_calibrations(
 ) -> None:
     """Prints a line for each calibration."""
     print_lines(lambda _: listed(records, folder), MAX_WIDTH, stream=stream, usual=120)
+
+
+def _wrapped(shown: Sequence[Text], columns: int) -> list[Text]:
+    """Lines of at most so many columns."""
+    return [
+        Text(part, line.style)
+        for line in shown
+        for part in wrap(line.plain, columns, subsequent_indent="    ", break_on_hyphens=False)
+        or [""]
+    ]
 
 
 def lines(record: CalibrationRecord) -> list[Text]:

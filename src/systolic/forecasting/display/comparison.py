@@ -1,7 +1,6 @@
 """Changes since an earlier forecast, as text."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting.comparison import SAME, FigureChange
@@ -31,16 +30,6 @@ def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:
         _text(change.after, change.unit),
         difference,
     )
-
-
-def depths(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """A line where one of two forecasts is of a schedule and the other of a full compile; empty where both are alike or unknown."""
-    quick = [record.get("quick") for record in (before, after)]
-    if None in quick or quick[0] == quick[1]:
-        return ""
-    words = ["--quick, with op times estimated", "of a full compile"]
-    first, second = words if quick[0] else reversed(words)
-    return f"the first is {first}, the second {second}: part of the difference in time comes from that; forecast both the same way to compare"
 
 
 def _ratio(ratio: float) -> str:

@@ -1,19 +1,23 @@
-"""The ops that changed between two dumps, as text and as rows of the page."""
+"""The changes between two forecasts: the screen, and the ops as rows of the page."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from systolic.core.units import duration
-from systolic.forecasting.comparison import ForecastChanges, changed_ops
+from systolic.forecasting.comparison import ForecastChanges, changed_ops, name_of
 from systolic.forecasting.display.comparison import figure_texts
+from systolic.forecasting.display.comparison import lines as figure_lines
+from systolic.forecasting.display.text import MAX_WIDTH
 from systolic.forecasting.op_changes import OpChange, totals
 from systolic.report import figures
+from systolic.report.output import print_json
+from systolic.report.terminal import one_line
 
 ROWS = 20
 """Most rows on a screen, the largest changes first."""
 PAGE_ROWS = 100
-SHAPE = 48
-"""Characters of a shape on a screen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +48,46 @@ class Against:
     rest: str
 
 
-def lines(rows: Sequence[OpChange], step_seconds: float) -> list[str]:
-    """The ops that changed as plain text."""
+def show_changes(changes: ForecastChanges, *, json: bool = False) -> int:
+    """Prints what changed between two saved forecasts; returns the exit code, 1 where the later one does not fit.
+
+    Args:
+        changes: The later one beside the earlier one.
+        json: Print one JSON object on stdout.
+    """
+    if json:
+        print_json({**changes.after, **changes.to_json()})
+    else:
+        print_changes(changes)
+    return 0 if changes.after["fits"] else 1
+
+
+def print_changes(changes: ForecastChanges) -> None:
+    """The figures and ops that changed since the earlier forecast."""
+    columns = min(shutil.get_terminal_size((80, 24)).columns, MAX_WIDTH)
+    texts = figure_lines(changes.figures, changes.name, name_of(changes.after))
+    if changes.ops:
+        texts += lines(changes.ops, changes.step_seconds, columns)
+    for note in changes.notes:
+        texts += wrap(note, columns, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(texts))
+
+
+def lines(rows: Sequence[OpChange], step_seconds: float, width: int) -> list[str]:
+    """The ops that changed as plain text of ``width`` columns."""
     changed = changed_ops(rows, step_seconds)
-    texts = [summary(rows, changed)]
+    texts = wrap(summary(rows, changed), width)
+    widest = max((len(row.change.value) for row in changed[:ROWS]), default=0)
+    if changed:
+        texts.append(f"  {'':<{widest}} {'before':>10} {'after':>10} {'difference':>11}  op")
     for row in changed[:ROWS]:
         times = (
             _time(row.before_seconds, row.before_runs),
             _time(row.after_seconds, row.after_runs),
         )
-        texts.append(
-            f"  {row.change.value:<17} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  {identity(row)}"
-        )
-    return [*texts, *([text] if (text := rest(rows, changed[:ROWS])) else [])]
+        text = f"  {row.change.value:<{widest}} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  "
+        texts.append(text + identity(row, width - len(text)))
+    return [*texts, *wrap(rest(rows, changed[:ROWS]), width, subsequent_indent="  ")]
 
 
 def summary(rows: Sequence[OpChange], changed: Sequence[OpChange]) -> str:
@@ -82,15 +113,17 @@ def rest(rows: Sequence[OpChange], changed: Sequence[OpChange]) -> str:
     return f"  {figures.plural(others, 'other row')} of ops that are alike or changed less: {duration(same)} of the step, {signed(seconds)}"
 
 
-def identity(row: OpChange) -> str:
-    """``matmul, backward, mlp, model.py:70, bf16[8,1024] x2``."""
-    shape = row.shape if len(row.shape) <= SHAPE else f"{row.shape[: SHAPE - 1]}…"
+def identity(row: OpChange, width: int) -> str:
+    """``matmul, backward, mlp, model.py:70, bf16[8,1024] x2``, of which the shape, the phase and the place are left out where there is no room."""
     runs = max(row.before_runs, row.after_runs)
     many = f" x{runs:.0f}" if runs > 1 else ""
+    source = row.source.rpartition("/")[2]
     place = "" if row.place == row.source else row.place
-    return (
-        ", ".join(part for part in (row.kind, row.phase, place, row.source, shape) if part) + many
-    )
+    parts = [row.kind, row.phase, place, source, row.shape]
+    for least in (row.shape, row.phase, place):
+        if len(", ".join(filter(None, parts))) > width - len(many) and any((source, place)):
+            parts.remove(least)
+    return one_line(", ".join(filter(None, parts)), width - len(many)) + many
 
 
 def for_page(against: ForecastChanges) -> Against:

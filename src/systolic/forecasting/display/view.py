@@ -75,7 +75,10 @@ def show_step(
 
     print_forecast(result)
     if result.against is not None:
-        _print_changes(result)
+        from systolic.forecasting.display.op_table import print_changes
+
+        print()
+        print_changes(result.against)
     for kind, path in written.items():
         print(f"{kind:<9}{path}")
     print_next(result)
@@ -115,20 +118,6 @@ def _show_table(table: "ForecastTable", csv: Path | None, *, json: bool) -> int:
         for kind, path in written.items():
             print(f"{kind:<9}{path}")
     return 0 if any(row.fits for row in table) else 1
-
-
-def _print_changes(result: "Forecast") -> None:
-    """The figures and ops that changed since the earlier forecast."""
-    from systolic.forecasting.display import comparison, op_table
-
-    against = result.against
-    assert against is not None
-    now = f"{result.recipe} on {result.on.name}"
-    print("\n" + "\n".join(comparison.lines(against.figures, against.name, now)))
-    if against.ops:
-        print("\n".join(op_table.lines(against.ops, against.step_seconds)))
-    if text := comparison.depths(against.before, result.request):
-        print(text)
 
 
 def _write(

@@ -5,11 +5,14 @@ differs then is an operation, a parameter of one, a shape within, or a number th
 """
 
 import hashlib
+import os
 import re
 
 import numpy as np
 
 from systolic_capture import flops, shardings
+
+LAMBDA = "<lambda>"
 
 MOST_NUMBERS = 8
 """Bodies that differ in numbers alone, above which further ones count as one: a rate that is new in each step."""
@@ -59,14 +62,17 @@ def _opened(jaxpr):
 
 
 def name_of(jaxpr, name):
-    """Name of a call: of a loop or an operation that jax calls by itself outside of jit, the body's or the operation's."""
+    """Name of a call: of a loop or an operation that jax calls by itself outside of jit, the body's or the operation's; of a lambda its line."""
     flow = flow_in(jaxpr, name)
     if flow is not None:
         own = shardings.inner(flow).source.partition(" at ")
         jitted = [eqn.params["name"] for eqn in _opened(flow).eqns if _is_jitted(eqn)]
-        if len(jitted) == 1 and own[0] in ("", "<lambda>"):
+        if len(jitted) == 1 and own[0] in ("", LAMBDA):
             return jitted[0]
         return name if not own[1] or shardings.is_of_jax(own[2]) else own[0]
+    if LAMBDA in name:
+        line = os.path.basename(shardings.inner(jaxpr).source.rpartition(" at ")[2])
+        return f"lambda at {line}" if line else name
     if name != "<unnamed function>":
         return name
     body = shardings.inner(jaxpr).jaxpr

@@ -1,8 +1,10 @@
 """The calls of jitted functions on the slice, and which of them are a step."""
 
 import atexit
+import collections
 import functools
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -44,6 +46,8 @@ ANEW = 0.5
 """Share of a function's calls that traced it again, above which it is told."""
 LARGE = 0.9
 """Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
+LARGE_CONSTANT = 1 << 24
+"""Bytes of arrays that a function refers to, from which it is told."""
 NO_ARRAYS = (0, 0, -1, ())
 """The most bytes that a program holds beside a call, those when the largest arrays were noted, the number of the call, and these arrays."""
 
@@ -65,7 +69,7 @@ cautions = []
 class Call:
     """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
 
-    most = NO_ARRAYS
+    most, devices = NO_ARRAYS, None
 
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
@@ -117,14 +121,26 @@ class Call:
         return _of_host(value)
 
     def _constant(self, value):
-        """An array that the function refers to: on one device it goes wherever the call does."""
-        if arrays.is_slice_array(value) and len(value.sharding.device_set) > 1:
+        """An array that the function refers to, as an argument: on one device it goes wherever the call does."""
+        if not arrays.is_slice_array(value) or len(value.sharding.device_set) == 1:
+            return _of_host(value)
+        if shardings.hoists() or not hasattr(value.sharding, "mesh"):
             return value.without_memory()
-        return _of_host(value)
+        whole = shardings.replicated(value.sharding.mesh)
+        return dispatch.stand_in(value.aval, whole, buffer=False)
 
     def _hoist(self, body):
-        """Makes arguments of arrays on the slice that the function refers to."""
-        if not any(map(arrays.is_slice_array, body.consts)):
+        """Makes arguments of arrays on the slice that the function refers to, where jax does, or their values matter too much.
+
+        By default jax writes them into the program: each device has a copy, beside the arrays themselves.
+        """
+        self.closed_over = [
+            value.without_memory() for value in body.consts if arrays.is_slice_array(value)
+        ]
+        if not self.closed_over:
+            return
+        hoists = shardings.hoists()
+        if not hoists and arrays.can_be_written(self.closed_over):
             return
         from jax._src.interpreters import partial_eval
 
@@ -133,7 +149,7 @@ class Call:
             partial_eval.convert_constvars_jaxpr(body.jaxpr)
         )
         self.args = [self._constant(const) for const in body.consts] + self.args
-        self.values = [*body.consts, *self.values]
+        self.values = [*(body.consts if hoists else [None] * count), *self.values]
         unspecified = _unspecified()
         for name, filler in (
             ("in_shardings", unspecified),
@@ -227,17 +243,21 @@ def take(call, args, kept, loose=()):
             copy for its argument, which each call makes anew.
     """
     call.ids, call.links = arrays.serials(args), arrays.links(args)
+    call.sources = arrays.sources(kept)
+    arrays.join(call.sources, arrays.awaited())
+    call.after = arrays.numbers(call.sources)
     call.given_ids = frozenset(map(id, args))
     copied = set()
-    for value in args:
-        if not arrays.is_slice_array(value):
-            moves.count_fed(dispatch.aval_of(value), None)
-    for value, where in zip(args, loose, strict=False):
-        if where is None or not arrays.is_slice_array(value) or value._committed:
+    kept_ids = set(map(id, kept))
+    places: list[Any] = list(loose) or [None] * len(args)
+    for value, where in zip(args, places, strict=True):
+        if id(value) not in kept_ids:
             continue
-        if value.sharding.device_set != where.device_set:
+        if not arrays.is_slice_array(value):
+            moves.count_fed(dispatch.aval_of(value), where or dispatch.first_device())
+        elif where and not value._committed and value.sharding.device_set != where.device_set:
             copied.add(id(value))
-            moves.count(value, where, "spread")
+            arrays.join(call.sources, moves.count(value, where, "spread"))
     taken = [value for value in kept if arrays.is_slice_array(value) and id(value) not in copied]
     call.taken = {array.buffer.number for array in taken if array.buffer}
     call.held = {}
@@ -332,15 +352,22 @@ def _is_ours(trace):
 
 
 def record(call):
-    """Adds a call to the sequence, and ends the program when its step is known; returns its number, None of jax's own."""
+    """Adds a call to the sequence, and ends the program when its step is known.
+
+    Returns:
+        Its number by its kind, as the source of its results; None of jax's own.
+    """
     if call.own:
         count_operation(call.name)
         return None
     with _lock:
-        number = len(_sequence)
-        if _state["ended"]:
-            return number
         known = _known.setdefault(call.key, call)
+        source = {
+            known: len(_sequence),
+            **moves.before_call(_devices_of(known, call), call.sources),
+        }
+        if _state["ended"]:
+            return source
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
@@ -353,7 +380,18 @@ def record(call):
         from systolic_capture import compiling
 
         compiling.answer(step, "stopped when its step had repeated")
-    return number
+    return source
+
+
+def _devices_of(known, call):
+    """Devices of a kind of calls."""
+    if known.devices is None:
+        places = [where[0] if isinstance(where, tuple) else where for where in call.places or ()]
+        places += [arg.sharding for arg in call.args]
+        known.devices = frozenset().union(
+            *(where.device_set for where in places if bridge.is_sharding(where))
+        )
+    return known.devices
 
 
 def collect(given_ids):
@@ -417,7 +455,7 @@ def _within(length):
     chosen = report.request().get("step")
     step = steps.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
-        return steps.CalledStep(range(len(_sequence) - length, len(_sequence)))
+        return _alone(chosen, _sequence[-length:])
     if step.evaluations:
         note(
             f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
@@ -451,20 +489,11 @@ def entry(number):
 
 def order(step, kinds):
     """The calls of a step in their order: which of ``kinds``, and the calls that it waits for, as place in the step and steps back."""
-    places = {number: place for place, number in enumerate(step.numbers)}
-    keys = {_sequence[number].call.key: place for number, place in places.items()}
     index = {call.key: n for n, call in enumerate(kinds)}
-    calls = []
-    for number in step.numbers:
-        now = _sequence[number]
-        after = set()
-        for born in now.links[1]:
-            if born in places:
-                after.add((places[born], 0))
-            elif born >= 0 and _sequence[born].call.key in keys:
-                after.add((keys[_sequence[born].call.key], 1))
-        calls.append({"program": index[now.call.key], "after": sorted(after)})
-    return calls
+    return [
+        {"program": index[_sequence[number].call.key], "after": sorted(after)}
+        for number, after in zip(step.numbers, steps.waits(_sequence, step.numbers), strict=True)
+    ]
 
 
 def largest_held(step):
@@ -538,26 +567,29 @@ def _need(call):
 
 def operations_in(step):
     """Operations outside of jit from one recorded step to the next, on average."""
-    ends = _ends(step)
-    if len(ends) < 2:
-        return 0
-    return (ends[-1].operations - ends[0].operations) / (len(ends) - 1)
+    pairs = _ends(step)
+    return sum(end.operations - start.operations for start, end in pairs) / max(1, len(pairs))
 
 
 def moved_in(step):
     """Bytes that are moved from one recorded step to the next, as :func:`moves.of_steps` has them; empty where one step alone is known."""
-    ends = _ends(step)
-    return moves.of_steps([entry.moves for entry in ends]) if len(ends) > 1 else {}
+    return moves.of_steps([(start.moves, end.moves) for start, end in _ends(step)])
 
 
 def _ends(step):
-    """The last call of each recorded step: what other calls between two of them take is a part of it."""
+    """The last call of each recorded step with that of the step before: what other calls between them take is a part of it.
+
+    Of a call alone it is what comes directly before it.
+    """
     if not step.numbers:
         return []
+    if step.alone:
+        kind = _sequence[step.numbers[-1]].call
+        return [pair for pair in itertools.pairwise(_sequence) if pair[1].call is kind]
     call = _sequence[step.numbers[-1]].call
     times = sum(_sequence[n].call is call for n in step.numbers)
     own = [entry for entry in _sequence[: step.numbers[-1] + 1] if entry.call is call]
-    return own[::-1][::times][::-1]
+    return list(itertools.pairwise(own[::-1][::times][::-1]))
 
 
 def counts():
@@ -576,8 +608,7 @@ def _best():
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
             return _within(length)
-        tallied = [pair for pair in tallied if pair[0].name == chosen]
-        return _one(max(tallied, key=_weight)[0]) if tallied else None
+        return _alone(chosen, _sequence)
     linked = length is not None and steps.is_linked(_sequence, length)
     repeats = length * steps.repeats(_sequence, length) if linked else 0
     flops = sum(entry.call.flops for entry in _sequence[-repeats:]) if repeats else 0.0
@@ -656,6 +687,25 @@ def traced_anew(step_calls):
     ]
 
 
+def closing_over(step_calls):
+    """A line for each function of a step that refers to large arrays of the slice."""
+    if shardings.hoists():
+        return []
+    lines = []
+    for call in step_calls:
+        values = call.closed_over
+        size = sum(value.nbytes for value in values)
+        if size < LARGE_CONSTANT:
+            continue
+        text = f"{call.name} refers to {size / 2**20:,.0f} MiB of arrays that are not its arguments: jax {report.version_of('jax')} writes them into the program as constants, whole on each device and beside the arrays themselves"
+        if not arrays.can_be_written(values):
+            text += ", which are taken here as arguments that are whole on each device"
+        if not all(value.is_fully_addressable for value in values):
+            text += "; it refuses those that lie on devices of other processes, and the program fails there"
+        lines.append(f"{text}; give them as arguments")
+    return lines
+
+
 def _follows(call):
     """Whether calls of a kind take what others of it made or took."""
     own = {n: entry for n, entry in enumerate(_sequence) if entry.call is call}
@@ -664,10 +714,29 @@ def _follows(call):
     return linked or len(set(taken)) < len(taken)
 
 
-def _one(call):
+def _one(call, **kwargs):
     """A step of one call, the last of its kind."""
     numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
-    return steps.CalledStep(numbers[-1:], call=call)
+    return steps.CalledStep(numbers[-1:], call=call, **kwargs)
+
+
+def _alone(name, entries):
+    """A step of one call of a function, with a line that says what its calls are of others; None where it has none."""
+    tallied = [pair for pair in counts().values() if pair[0].name == name]
+    if not tallied:
+        return None
+    own = [entry for entry in entries if entry.call.name == name]
+    others = collections.Counter(entry.call.name for entry in entries)
+    del others[name]
+    work = sum(entry.work for entry in entries)
+    if others and own and work:
+        most = sorted((-times, other) for other, times in others.items())[:3]
+        beside = ", ".join(f"{-times:,} of {other}" for times, other in most)
+        share = sum(entry.work for entry in own) / work
+        cautions.append(
+            f"the step is one call of {name}, as --step says: {len(own):,} beside {beside}, {100 * share:.2g} % of their FLOPs and bytes together"
+        )
+    return _one(max(tallied, key=_weight)[0], alone=True)
 
 
 def _finish(ended):

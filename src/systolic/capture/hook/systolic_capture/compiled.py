@@ -5,15 +5,25 @@ import functools
 import jax
 from jax._src import core
 
-from systolic_capture import arrays, bridge, calls, dispatch, flops, memory, report, shardings
+from systolic_capture import (
+    arrays,
+    bodies,
+    bridge,
+    calls,
+    dispatch,
+    flops,
+    memory,
+    report,
+    shardings,
+)
 
 
 class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
-    own, most = False, calls.NO_ARRAYS
+    own, most, devices = False, calls.NO_ARRAYS, None
     flops_are_least, open_loops = True, ()  # of a body that is gone
-    traces = 0
+    traces, closed_over = 0, ()
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering
@@ -21,6 +31,7 @@ class Lowered:
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
         self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.sources, self.after = {}, ()
         self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
@@ -28,6 +39,7 @@ class Lowered:
         self._params = dispatch.body_of(lowering) or {}
         self.jaxpr = self._params.get("jaxpr")
         if self.jaxpr is not None:
+            self.name = bodies.name_of(self.jaxpr, self.name)
             body = shardings.inner(self.jaxpr).jaxpr
             self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
             self.flops_are_least = flops.in_open_loops(body)
@@ -69,10 +81,10 @@ class CapturedCompiled:
             self._call.places = self._places(flat, infos)
         self._call.take(flat)
         with memory.inside_call():
-            born = calls.record(self._call)
+            sources = calls.record(self._call)
             arrays.donate(zip(flat, self._donated(flat), strict=True), infos, self._call.places)
             outs = [
-                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
+                dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, sources=sources)
                 for info, where in zip(infos, self._call.places, strict=True)
             ]
         return jax.tree.unflatten(tree, outs)

@@ -11,6 +11,8 @@ import time
 from systolic_capture import bridge, calls, flops, memory, report, shardings
 
 SCHEDULED = "after_optimizations.txt"
+CODE = "after_codegen.txt"
+"""The schedule with the compiler's cycles."""
 USAGE = "after_optimizations-memory-usage-report.txt"
 LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
 """Files that are written behind the schedule; libtpu 0.0.10 writes the text alone."""
@@ -71,7 +73,8 @@ def _answer(step, ended):
     for call, program in zip(distinct, programs, strict=True):
         times = sum(entry.call is call for entry in entries)
         program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
-    calls.cautions += calls.of_other_shapes(distinct) + calls.traced_anew(distinct)
+    for lines in (calls.of_other_shapes, calls.traced_anew, calls.closing_over):
+        calls.cautions += lines(distinct)
     periodic = []
     for number, count, every in step.periodic:
         entry = calls.entry(number)
@@ -227,13 +230,25 @@ def _compiled(lowered, options, folder):
                     return text, ""
             size = now
     if compiled:
-        return compiled[0].as_text(), ""
+        return _text(compiled[0], folder), ""
     reason = f"{type(failed[0]).__name__}: {failed[0]}"
     path = _written(folder, REFUSED)
     if path is None:
         raise failed[0]
     with open(path) as file:
         return file.read(), reason[:4000]
+
+
+def _text(compiled, folder):
+    """The scheduled text: the compiler's, or its dump where an older jaxlib can't read what a newer libtpu answers."""
+    try:
+        return compiled.as_text()
+    except Exception:
+        path = _written(folder, CODE) or _written(folder, SCHEDULED)
+        if path is None:
+            raise
+        with open(path) as file:
+            return file.read()
 
 
 def _written(folder, ending):

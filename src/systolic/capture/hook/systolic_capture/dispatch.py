@@ -45,11 +45,11 @@ def _bytes(aval):
     return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
-def stand_in(aval, sharding, committed=True, born=-1, buffer=None):
+def stand_in(aval, sharding, committed=True, sources=None, buffer=None):
     """An array of the slice; one that is not an array, such as a token, as it is. ``buffer``: of the array that it is a view of."""
     if not hasattr(aval, "shape"):
         return aval
-    return arrays.array_class()(aval, sharding, committed, born, buffer)
+    return arrays.array_class()(aval, sharding, committed, sources, buffer)
 
 
 def first_device():
@@ -156,9 +156,9 @@ def _operation(primitive, args, params):
     mesh = context_mesh()
     results = _results(primitive, avals, params)
     calls.count_operation(primitive.name)
-    born = arrays.latest(args)
+    sources = arrays.sources(args)
     outs = [
-        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
+        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), sources)
         for aval in results
     ]
     if primitive.multiple_results:
@@ -186,25 +186,26 @@ def put(value, where):
         kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
         place = old if kind is None else old.with_memory_kind(kind)
-        if arrays.is_slice_array(value):
-            moves.count(value, place)
-        else:
-            moves.count_fed(aval, place)
-        return stand_in(aval, place, born=arrays.latest([value]))
+        return stand_in(aval, place, sources=_moved(value, place))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
     # Where it lies already, jax gives the array itself under another name.
     buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
-    if arrays.is_slice_array(value):
-        value.use()
-        moves.count(value, target)
-    elif bridge.on_slice(target):
-        moves.count_fed(aval, target)
-    born = arrays.latest([value])
-    array = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
+    sources = _moved(value, target)
+    array = stand_in(shardings.placed(aval, target), target, sources=sources, buffer=buffer)
     if counters.is_counter(aval):
         array.known = counters.of(value)
     return array
+
+
+def _moved(value, where):
+    """Counts the move of a value; returns what the value there comes from."""
+    if arrays.is_slice_array(value):
+        value.use()
+        return moves.count(value, where)
+    if bridge.on_slice(where):
+        moves.count_fed(aval_of(value), where)
+    return {}
 
 
 def _donate(value, placed, semantics, index):
@@ -265,7 +266,9 @@ def patch_array(module):
             index = next(iter(where.devices_indices_map(shape).values()))
             part = data_callback(index)
             dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
-        return array_of(shape, dtype, where)
+        array = array_of(shape, dtype, where)
+        moves.count_fed(array.aval, where)
+        return array
 
     def make_array_from_process_local_data(
         sharding, local_data, global_shape=None, *args, **kwargs
@@ -288,13 +291,14 @@ def patch_array(module):
         outs = []
         for leaf, place, shape in zip(leaves, places, shapes, strict=True):
             outs.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
+            moves.count_fed(outs[-1].aval, place)
         return tree_util.tree_unflatten(tree, outs)
 
     def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):
         if not bridge.on_slice(sharding):
             return real_single(shape, sharding, parts, **kwargs)
         dtype = parts[0].dtype if len(parts) else kwargs["dtype"]
-        return array_of(tuple(shape), dtype, sharding, memory.joined(parts))
+        return array_of(tuple(shape), dtype, sharding, memory.joined(parts), arrays.sources(parts))
 
     module.make_array_from_callback = make_array_from_callback
     module.make_array_from_process_local_data = make_array_from_process_local_data
@@ -313,14 +317,14 @@ def whole_shape(own, sharding, shape):
     return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(shape))
 
 
-def array_of(shape, dtype, sharding, buffer=None):
-    """An array on the slice; ``buffer``: of the array that it is a view of."""
+def array_of(shape, dtype, sharding, buffer=None, sources=None):
+    """An array on the slice; ``buffer``: of the array that it is a view of; ``sources``: of what it is made of."""
     from jax._src import core, dtypes
 
     if hasattr(dtypes, "canonicalize_dtype"):
         dtype = dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     aval = core.ShapedArray(tuple(shape), dtype)
-    return stand_in(shardings.placed(aval, sharding), sharding, buffer=buffer)
+    return stand_in(shardings.placed(aval, sharding), sharding, sources=sources, buffer=buffer)
 
 
 # pjit: calls
@@ -414,12 +418,12 @@ def jit_call(args, params):
     with contextlib.nullcontext() if call.own else memory.inside_call():
         outs = call.results()
         counters.tell(params["jaxpr"], args, outs)
-        born = calls.record(call)
+        sources = calls.record(call)
         call.donate()
-    born = arrays.latest(args) if born is None else born
+    sources = arrays.sources(args) if sources is None else sources
     for out in filter(arrays.is_slice_array, outs):
-        out.born = born
-        memory.made_by(out.buffer, born)
+        out.sources = sources
+        memory.made_by(out.buffer, out.born)
     return outs
 
 

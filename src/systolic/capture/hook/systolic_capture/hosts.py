@@ -145,7 +145,9 @@ def _to_global(leaf, where):
         return leaf
     where.mesh.local_mesh  # noqa: B018  refuses a mesh in which a process's devices are no block, as jax does
     shape = dispatch.whole_shape(np.shape(leaf), where, None)
-    return dispatch.array_of(shape, dispatch.aval_of(leaf).dtype, where)
+    return dispatch.array_of(
+        shape, dispatch.aval_of(leaf).dtype, where, sources=arrays.sources([leaf])
+    )
 
 
 def _to_local(leaf, where):
@@ -157,7 +159,8 @@ def _to_local(leaf, where):
     shape = [
         dim // _processes_along(where, axis, leaf.shape) for axis, dim in enumerate(leaf.shape)
     ]
-    return dispatch.array_of(shape, leaf.dtype, NamedSharding(where.mesh.local_mesh, where.spec))
+    own = NamedSharding(where.mesh.local_mesh, where.spec)
+    return dispatch.array_of(shape, leaf.dtype, own, sources=leaf.sources)
 
 
 def _processes_along(sharding, axis, shape):

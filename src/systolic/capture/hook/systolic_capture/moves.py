@@ -2,59 +2,141 @@
 
 import collections
 import functools
-import itertools
 import math
 
-from systolic_capture import bridge, memory
+from systolic_capture import arrays, bridge, memory
 
 KINDS = ("host", "devices", "slices")
 """Over the link between a device and its host, between the chips of a slice, and between slices."""
 CAUSES = ("put", "spread", "read", "fed")
 """``jax.device_put``; a call on several devices of an array that is committed to none; a value that the program reads; an array of
 the host, such as a batch, that is put onto the slice or given to a call."""
-NONE = (0,) * (len(KINDS) + 1)
+EACH_WAY = ("in", "out")
+"""Directions of a link, which carries both at once."""
 
-_totals = dict.fromkeys(CAUSES, NONE)
+_counts = dict.fromkeys(CAUSES, 0)
+
+
+class LinkQueue:
+    """Moves of one cause and kind: those over different links run beside each other, one that waits for another behind it.
+
+    Time is counted in bytes of a link, and stands still while nothing is moved: calls take none of it.
+    """
+
+    def __init__(self):
+        self.now = 0
+        """End of the last move."""
+        self._free = 0
+        self._busy = {}
+
+    def move(self, parts, ready):
+        """Moves bytes over the links of some devices, for each direction and devices; returns when all are there."""
+        ends = [ready]
+        for direction, devices, size in parts:
+            end = max(ready, self._until(devices, direction)) + size
+            self._busy[devices, direction] = end
+            ends.append(end)
+        self.now = max(self.now, *ends)
+        return max(ends)
+
+    def call(self, devices, ready):
+        """Begin of a call on some devices, which waits for their moves, as later moves of theirs wait for it."""
+        begin = max(ready, self._until(devices))
+        if all(own <= devices for own, _ in self._busy):
+            self._busy.clear()
+            self._free = begin
+        else:
+            self._busy.update(dict.fromkeys([(devices, way) for way in EACH_WAY], begin))
+        return begin
+
+    def _until(self, devices, direction=""):
+        ends = [
+            end
+            for (own, way), end in self._busy.items()
+            if direction in ("", way) and not own.isdisjoint(devices)
+        ]
+        return max(self._free, *ends) if ends else self._free
+
+
+_queues = {(cause, kind): LinkQueue() for cause in CAUSES for kind in KINDS}
 
 
 def so_far():
-    """By cause the bytes of a device by :data:`KINDS`, and the number of moves, since the program began."""
-    return tuple(_totals.values())
+    """By cause the bytes that were moved one after the other by :data:`KINDS`, and the number of moves, since the program began."""
+    return tuple(
+        (*(_queues[cause, kind].now for kind in KINDS), count) for cause, count in _counts.items()
+    )
 
 
-def _add(cause, moved):
-    _totals[cause] = tuple(map(sum, zip(_totals[cause], (*moved, 1), strict=True)))
+def before_call(devices, sources):
+    """Ends of the moves that a call waits for, and so of the call, by cause and kind.
+
+    Args:
+        devices: The devices of the call.
+        sources: What its arguments come from, as :func:`arrays.sources` has it.
+    """
+    return {
+        key: begin
+        for key, queue in _queues.items()
+        if queue.now and (begin := queue.call(devices, sources.get(key, 0)))
+    }
 
 
-def count_read(value):
-    """Counts an array of the slice whose value the program reads: each device gives its part."""
+def _move(cause, parts, sources):
+    """Moves bytes, for each kind by the links; returns what the moved array comes from."""
+    _counts[cause] += 1
+    sources = dict(sources)
+    arrays.join(sources, arrays.awaited())
+    for kind, own in zip(KINDS, parts, strict=True):
+        if own:
+            queue = _queues[cause, kind]
+            sources[cause, kind] = queue.move(own, sources.get((cause, kind), 0))
+    return sources
+
+
+def count_read(value, read, *, waits):
+    """Counts an array of the slice whose value goes to the host: each device gives its part, but for the devices ``read``, whose
+    parts are there. ``waits``: whether the host waits for it."""
+    if memory.is_on_host(value.sharding):
+        return
+    devices = _readers(value.sharding, tuple(value.shape)) - read
+    read |= devices
     size = memory.part_bytes(value.aval, value.sharding)
-    if size >= memory.LEAST_BYTES and not memory.is_on_host(value.sharding):
-        _add("read", (size, 0, 0))
+    if size >= memory.LEAST_BYTES and devices:
+        sources = _move("read", ([("", devices, size)], (), ()), value.sources)
+        if waits:
+            arrays.join(arrays.awaited(), sources)
+
+
+@functools.lru_cache(maxsize=4096)
+def _readers(sharding, shape):
+    """Devices that give each part of an array once."""
+    parts = {}
+    for device, index in _map(sharding, shape):
+        parts.setdefault(tuple(_box(index, shape)), device)
+    return frozenset(parts.values())
 
 
 def count_fed(aval, where):
-    """Counts an array of the host that goes to the slice: each device gets its part; ``where`` is None of an argument of jit."""
-    size = aval.size * getattr(aval.dtype, "itemsize", 4)
-    if where is not None:
-        size = memory.part_bytes(aval, where)
-    if size >= memory.LEAST_BYTES and not (where is not None and memory.is_on_host(where)):
-        _add("fed", (size, 0, 0))
+    """Counts an array of the host that goes to the slice: each device gets its part, over a link of its own."""
+    size = memory.part_bytes(aval, where)
+    if size >= memory.LEAST_BYTES and not memory.is_on_host(where):
+        _move("fed", ([("", frozenset(where.device_set), size)], (), ()), {})
 
 
-def of_steps(totals):
+def of_steps(pairs):
     """Bytes that a step moves on average, by cause.
 
     Args:
-        totals: From :func:`so_far`, at each recorded step.
+        pairs: From :func:`so_far`, at the begin and the end of each recorded step.
 
     Returns:
         For each cause of any move the bytes by :data:`KINDS` and ``times``; and in ``some`` what comes with some steps alone:
         the same for one of them, how many ``steps`` they are, ``of`` how many, and how many lie from one to the next, ``every``.
     """
     answer = {}
-    for cause, own in zip(CAUSES, zip(*totals, strict=True), strict=True):
-        parts = [tuple(map(int.__sub__, now, before)) for before, now in itertools.pairwise(own)]
+    for number, cause in enumerate(CAUSES):
+        parts = [tuple(map(int.__sub__, end[number], start[number])) for start, end in pairs]
         if any(map(any, parts)):
             answer[cause] = _mean(parts)
     return answer
@@ -89,44 +171,50 @@ def _named(numbers):
 
 
 def count(value, target, cause="put"):
-    """Counts an array of the slice that is placed elsewhere on it."""
+    """Counts an array of the slice that is placed elsewhere on it; returns what the array there comes from."""
     shape = tuple(value.shape)
     itemsize = getattr(value.dtype, "itemsize", 4)
     try:
-        moved = _bytes(value.sharding, target, shape, itemsize)
+        parts = _parts(value.sharding, target, shape, itemsize)
     except Exception:  # shardings that do not divide the array
-        return
-    if any(moved):
-        _add(cause, moved)
+        return value.sources
+    return _move(cause, parts, value.sources) if any(parts) else value.sources
 
 
 @functools.lru_cache(maxsize=4096)
-def _bytes(source, target, shape, itemsize):
-    """The most bytes that one device gets or gives away, by :data:`KINDS`."""
+def _parts(source, target, shape, itemsize):
+    """For each of :data:`KINDS` the direction, devices and bytes of what their links carry."""
     ends = [where for where in (source, target) if not bridge.is_elsewhere(where)]
     if len(ends) == 1:  # the other is the memory of this machine
-        sizes = (_size(_box(index, shape)) for _, index in _map(ends[0], shape))
-        return max(sizes) * itemsize, 0, 0
+        sizes = {device: _size(_box(index, shape)) for device, index in _map(ends[0], shape)}
+        return _by_size("", {device: size * itemsize for device, size in sizes.items()}), (), ()
     had = {device: _box(index, shape) for device, index in _map(source, shape)}
-    on_host = [memory.is_on_host(where) for where in (source, target)]
-    host = devices = slices = 0
-    lacking = {True: 0, False: 0}
+    is_host_link = memory.is_on_host(source) != memory.is_on_host(target)
+    host, near, far = {}, {}, {}
     own_slices = {_slice(device) for device in had}
     for device, index in _map(target, shape):
         box = _box(index, shape)
         size = _size(box) * itemsize
         missing = size - (_common(box, had[device]) * itemsize if device in had else 0)
-        lacking[_slice(device) in own_slices] += missing
-        if _slice(device) not in own_slices:
-            slices = max(slices, missing)
-        else:
-            devices = max(devices, missing)
-        if on_host[0] != on_host[1]:
-            host = max(host, size)
+        (near if _slice(device) in own_slices else far)[device] = missing
+        if is_host_link:
+            host[device] = size
     # What is there once has to leave the devices that have it, once at least.
     whole = math.prod(shape) * itemsize
-    leaving = {near: -(-min(size, whole) // max(1, len(had))) for near, size in lacking.items()}
-    return host, max(devices, leaving[True]), max(slices, leaving[False])
+    both = []
+    for lacking in (near, far):
+        leaving = -(-min(sum(lacking.values()), whole) // max(1, len(had)))
+        gone = _by_size("out", dict.fromkeys(had, leaving))
+        both.append((*_by_size("in", lacking), *gone))
+    return _by_size("", host), *both
+
+
+def _by_size(direction, sizes):
+    """Direction, devices and bytes: the devices of as many bytes together, and none of none."""
+    devices = {}
+    for device, size in sizes.items():
+        devices.setdefault(size, []).append(device)
+    return tuple((direction, frozenset(own), size) for size, own in devices.items() if size)
 
 
 def _map(sharding, shape):

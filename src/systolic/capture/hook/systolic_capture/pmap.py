@@ -212,7 +212,7 @@ def _over(value, axis, sharding, size):
     buffer = value.buffer if arrays.is_slice_array(value) else None
     array = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding, buffer=buffer)
     if arrays.is_slice_array(value):
-        array.serial, array.born = value.serial, value.born
+        array.serial, array.sources = value.serial, value.sources
     if counters.is_counter(array.aval):
         array.known = counters.of(value)
     return array

@@ -20,7 +20,8 @@ ELEMENTWISE = frozenset(
 """Operations whose result is spread like their operands."""
 MOST_COMPILED = 3000
 """Operations of a body above which it is not compiled for the shardings of its results alone."""
-PIPELINE = "builtin.module(inline,sdy-propagation-pipeline)"
+INLINE = "builtin.module(inline)"
+PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
 _AXIS = re.compile(r'"([^"]*)"(?::\((\d+)\)(\d+))?')
 _ATTRIBUTE = "sdy.sharding"
 _OPAQUE = re.compile(r"custom_call|stablehlo\.composite|chlo\.(top_k|ragged_dot|scan)\b")
@@ -235,6 +236,14 @@ def in_memory(where, aval, flowed):
     return where if has == kind else where.with_memory_kind(kind)
 
 
+def hoists():
+    """Whether jax makes arguments of arrays that a function refers to, as it does where it is told to; else they are constants."""
+    from jax._src import config
+
+    flag = getattr(config, "use_simplified_jaxpr_constants", None)
+    return flag is not None and bool(flag.value)
+
+
 def of_loose(args, params, mesh):
     """Sharding to which a call takes each argument that is committed nowhere: the declared one, or all devices of its mesh, or those of the others; None of one that stays."""
     declared = [
@@ -425,9 +434,12 @@ class Partitions:
         """Sharding of each result, None of one that the pass does not reach; None where there is no such pass."""
         try:
             with _shardy():
-                return of_lowered(self._lower(), self._number, mesh)
+                chosen = of_lowered(self._lower(), self._number, mesh)
         except Exception:  # the program's own fault, which its compile says
             return None
+        if chosen is not None and not _has_shardy() and not all(map(_is_single, chosen)):
+            _note_partitioner()
+        return chosen
 
     def of_compiler(self, places, avals, likes):
         """Sharding of some results, by their places: the compiler's, else those of arguments of the same shape."""
@@ -493,8 +505,6 @@ def of_lowered(lowering, number, mesh):
         if not meshes or len(results) != number:
             return None
         text = module.get_asm(large_elements_limit=16)
-        if " call @" in text:  # jaxlib 0.5 inlines none, and the pass stops there
-            return None
         opaque = None in results and _OPAQUE.search(text)
         whole = None if opaque else _whole(next(iter(meshes.values())))
         return [whole if one is None else _sharding(one, meshes) for one in results]
@@ -506,8 +516,26 @@ def _shardy():
     """A context in which jax lowers for the partitioner that has the pass: the one that it takes since 0.7."""
     from jax._src import config
 
+    return contextlib.nullcontext() if _has_shardy() else config.use_shardy_partitioner(True)
+
+
+def _has_shardy():
+    """Whether jax partitions by Shardy: since 0.7, as an option since 0.5."""
+    from jax._src import config
+
     state = getattr(config, "use_shardy_partitioner", None)
-    return contextlib.nullcontext() if state is None or state.value else state(True)
+    return state is None or state.value
+
+
+def _note_partitioner():
+    """Says that results lie where another partitioner than the program's own puts them."""
+    import jax
+
+    from systolic_capture import calls
+
+    calls.note(
+        f"results whose sharding jit leaves open lie where Shardy puts them, jax's partitioner since 0.7; GSPMD, which jax {jax.__version__} has, may choose others: out_shardings says them"
+    )
 
 
 def _propagated(module):
@@ -515,8 +543,52 @@ def _propagated(module):
 
     with module.context:
         copy = module.operation.clone()
-        passmanager.PassManager.parse(PIPELINE).run(copy)
+        passmanager.PassManager.parse(INLINE).run(copy)
+        _inline(copy)
+        passmanager.PassManager.parse(PROPAGATE).run(copy)
     return copy
+
+
+def _inline(module):
+    """Puts the bodies of functions in place of their calls, at which the pass stops: jaxlib 0.5's own pass leaves them."""
+    functions = {
+        str(operation.attributes["sym_name"]).strip('"'): operation
+        for operation in _operations(module)
+        if operation.name == "func.func"
+    }
+    main = functions["main"]
+    while calls := [one for one in _nested(main) if one.name == "func.call"]:
+        for call in calls:
+            body = functions[str(call.attributes["callee"]).strip('@"')].regions[0].blocks[0]
+            _replace(call, body)
+
+
+def _replace(call, body):
+    """Puts a copy of a function's body in place of a call of it."""
+    from jax._src.lib.mlir import ir
+
+    values = dict(zip(body.arguments, call.operands, strict=True))
+    for operation in body:
+        if operation.operation.name == "func.return":
+            break
+        copy = operation.operation.clone(ip=ir.InsertionPoint(call))
+        for inner in (copy, *_nested(copy)):
+            for number, operand in enumerate(inner.operands):
+                if operand in values:
+                    inner.operands[number] = values[operand]
+        values.update(zip(operation.operation.results, copy.results, strict=True))
+    for result, value in zip(call.results, operation.operation.operands, strict=True):
+        result.replace_all_uses_with(values.get(value, value))
+    call.erase()
+
+
+def _nested(operation):
+    """The operations within an operation."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _nested(inner.operation)
 
 
 def _operations(module):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
-from systolic_capture import bridge, memory, moves, saving
+from systolic_capture import arrays, bridge, memory, moves, saving
 
 _Array: Any = basearray.Array
 _serials = itertools.count()
@@ -17,20 +17,25 @@ _serials = itertools.count()
 class SliceArray(_Array):
     """Stands for an array on the slice: who reads it gets zeros, and of a counter its number."""
 
-    def __init__(self, aval, sharding, committed=True, born=-1, buffer=None):
+    def __init__(self, aval, sharding, committed=True, sources=None, buffer=None):
         self.aval = aval
-        self.buffer = memory.ArrayMemory(aval, sharding, born) if buffer is None else buffer
+        self.sources = sources or {}
+        """Origins of it, as :func:`arrays.sources` has it."""
+        self.buffer = memory.ArrayMemory(aval, sharding, self.born) if buffer is None else buffer
         """Its memory; False of one that stands for no array of the program."""
-        self.born = born
-        """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
         self.known = None
         """The number of a counter, where it is known."""
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
-        self._read = [False]
-        """Whether its value is on the host; of the first device's part and of the whole at once."""
+        self._read = set()
+        """Devices whose parts are on the host, of the whole and its parts at once."""
+
+    @property
+    def born(self):
+        """Number of the latest recorded call that it comes from; -1 of one from none."""
+        return max(arrays.numbers(self.sources), default=-1)
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -93,9 +98,10 @@ class SliceArray(_Array):
     @property
     def _value(self):
         self.use()
+        arrays.wait(self)
         if self.known is None:
             saving.read(self)
-        self._count_read()
+        moves.count_read(self, self._read, waits=True)
         known = 0 if self.known is None else self.known
         return np.full(self.physical.shape, known, self.physical.dtype)
 
@@ -150,13 +156,14 @@ class SliceArray(_Array):
         return format(self._value[()] if self.ndim == 0 else self._value, spec)
 
     def __repr__(self):
+        arrays.wait(self)
         return f"Array(shape={self.shape}, dtype={self.dtype}, on the slice)"
 
     __str__ = __repr__
 
     def __copy__(self):
         self.use()
-        copy = type(self)(self.aval, self._sharding, self._committed, self.born)
+        copy = type(self)(self.aval, self._sharding, self._committed, self.sources)
         copy.known = self.known
         return copy
 
@@ -172,24 +179,19 @@ class SliceArray(_Array):
         return (np.asarray, (self._value,))
 
     def block_until_ready(self):
-        """Itself: nothing is computed."""
+        """Itself: nothing is computed, and the host waits for it."""
         self.use()
+        arrays.wait(self)
         return self
 
     def copy_to_host_async(self):
         """Counts the copy."""
-        self._count_read()
-
-    def _count_read(self):
-        """Counts that its value goes to the host, where it stays."""
-        if not self._read[0]:
-            self._read[0] = True
-            moves.count_read(self)
+        moves.count_read(self, self._read, waits=False)
 
     def without_memory(self):
         """The same, of no memory: what is kept of an argument holds none of the program's."""
-        bare = type(self)(self.aval, self._sharding, self._committed, self.born, buffer=False)
-        bare.serial = self.serial
+        bare = type(self)(self.aval, self._sharding, self._committed, self.sources, buffer=False)
+        bare.serial, bare.known = self.serial, self.known
         return bare
 
     def is_deleted(self):
@@ -230,13 +232,11 @@ class _Shard:
         part = SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
-            born=whole.born,
+            sources=whole.sources,
             buffer=whole.buffer,
         )
         part.known = whole.known
-        # Each device has a link of its own: the first stands for all.
-        first = min(whole.sharding.device_set, key=lambda device: device.id)
-        part._read = whole._read if self.device is first else [True]
+        part._read = whole._read
         return part
 
 

@@ -1,5 +1,6 @@
 """Which of the recorded calls are a step, and which come with some steps alone."""
 
+import collections
 import itertools
 
 LONGEST = 300
@@ -10,6 +11,8 @@ BESIDE = 0.1
 """Share of a repeated sequence's work: below it, what is beside steps within the sequence is no part of them."""
 RARE = 0.02
 """Share of the work of the steps between its calls from which what comes with some steps alone has a line of its own."""
+RECENT = 16
+"""Steps of which calls are looked at for what they wait for, and back to which that matters."""
 FLOPS_A_BYTE = 100.0
 """FLOPs that count as much as a byte of a call's arguments: chips do 66 (v2) to 560 (v6e) in the time that memory gives one."""
 
@@ -17,7 +20,7 @@ FLOPS_A_BYTE = 100.0
 class RecordedCall:
     """A recorded call."""
 
-    __slots__ = ("at", "call", "held", "ids", "links", "moves", "operations", "taken")
+    __slots__ = ("after", "at", "call", "held", "ids", "links", "moves", "operations", "taken")
 
     def __init__(self, call, at, operations, now, moves=()):
         self.call = call
@@ -29,6 +32,8 @@ class RecordedCall:
         self.moves = moves
         """Bytes that were moved on the slice before it."""
         self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
+        self.after = now.after
+        """Numbers of the calls that it waits for: that its arguments come from, or that the host has waited for."""
 
     @property
     def work(self):
@@ -39,8 +44,10 @@ class RecordedCall:
 class CalledStep:
     """A step: the numbers of its calls in the sequence, and what comes with some steps alone."""
 
-    def __init__(self, numbers, periodic=(), skipped=(), times=0, call=None):
+    def __init__(self, numbers, periodic=(), skipped=(), times=0, call=None, alone=False):
         self.numbers, self.call = list(numbers), call
+        self.alone = alone
+        """Whether it is one call of a function that was chosen, whatever lies between two of them."""
         self.periodic = list(periodic)
         """Periodic calls, for each kind the number of its last, the calls at a time, and how many steps lie between two times."""
         self.skipped, self.times = skipped, times
@@ -285,3 +292,37 @@ def _cycle(keys):
         if len(keys) % size == 0 and keys == keys[:size] * (len(keys) // size):
             return size
     return None
+
+
+def waits(sequence, numbers):
+    """For each call of a step the calls that it waits for, as place in the step and steps back, and as in most of the last steps."""
+    places = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(sequence[number].call, []).append(place)
+    own = {kind: [] for kind in places}
+    ordinals = {}
+    for number in range(numbers[-1] + 1 if numbers else 0):
+        kind = sequence[number].call
+        if kind in own:
+            ordinals[number] = len(own[kind])
+            own[kind].append(number)
+    last = {kind: ordinals[numbers[at[-1]]] for kind, at in places.items()}
+
+    def before(place, ago):
+        """Calls that the call of a step waited for, so many steps ago."""
+        kind = sequence[numbers[place]].call
+        number = own[kind][ordinals[numbers[place]] - ago * len(places[kind])]
+        for source in sequence[number].after:
+            if (at := places.get(sequence[source].call)) is None:
+                continue
+            behind = last[sequence[source].call] - ago * len(at) - ordinals[source]
+            back, rest = divmod(behind, len(at))
+            if 0 <= back < RECENT and (back or at[-1 - rest] < place):
+                yield at[-1 - rest], back
+
+    answer = []
+    for place, number in enumerate(numbers):
+        steps = 1 + ordinals[number] // len(places[sequence[number].call])
+        recent = [frozenset(before(place, ago)) for ago in range(min(RECENT, steps))]
+        answer.append(collections.Counter(recent).most_common(1)[0][0])
+    return answer
