@@ -19,7 +19,7 @@ import numpy as np
 from systolic import recipes
 from systolic.inference.setup import Setup, jit_train, set_up
 from systolic.job import Job, Read, Split
-from systolic.steps.programs import training
+from systolic.steps.input import training
 
 
 def rate(batches: Iterator[Any], units: int, seconds: float) -> float:

@@ -21,7 +21,8 @@ from systolic import recipes
 from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints
 from systolic.runs import Run
-from systolic.steps.programs import jit_train, training
+from systolic.steps.input import training
+from systolic.steps.programs import jit_train
 from systolic.training.display.live import Live
 from systolic.training.display.tensorboard import TensorBoard
 from systolic.training.interrupt import Interrupt

@@ -15,7 +15,8 @@ from systolic.job import Adapter, AdapterKind, Optimizer, OptimizerKind
 from systolic.models.adapters import A, B, inputs_of
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Latent, Mup
-from systolic.steps.steps import StepFunctions, build, is_matrix
+from systolic.steps.optimizer import build, is_matrix
+from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 from tests.tiers import some
 

@@ -22,7 +22,8 @@ from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import PRESETS, ImageModel, image, network
 from systolic.runs import Run
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import StepFunctions, schedule
+from systolic.steps.optimizer import schedule
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.tiers import some
 

@@ -25,7 +25,7 @@ from systolic.job import Stored
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
-from systolic.steps.programs import training
+from systolic.steps.input import training
 from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, StepFunctions
 from systolic.training import distributed
