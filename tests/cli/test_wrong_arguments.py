@@ -120,7 +120,7 @@ def test_options_with_several_values_are_taken_as_the_command_line_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "systolic.forecasting.run.forecast_step", lambda job, **_: pytest.fail(str(job))
+        "systolic.forecasting.run.forecast_job", lambda job, *_, **__: pytest.fail(str(job))
     )
     settings = []
 

@@ -1,4 +1,4 @@
-"""No module of ``aot`` imports, at any depth and in any function, one that imports it."""
+"""No module of ``compiling`` imports, at any depth and in any function, one that imports it."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -26,4 +26,4 @@ def test_there_is_no_circle() -> None:
     modules = {path.stem: imported(path) for path in FOLDER.glob("*.py") if path.stem != "__init__"}
     assert {"steps", "functions"} <= modules["program"], "imports in functions count"
     order = list(TopologicalSorter(modules).static_order())
-    assert order.index("traced") < order.index("steps") < order.index("program")
+    assert order.index("traced") < order.index("steps") < order.index("compile")

@@ -19,7 +19,7 @@ from systolic.core.machine import (
     sound_flags,
 )
 from systolic.core.reporter import reporting
-from systolic.planning.search import Limits
+from systolic.planning.goal import compiles_at_once
 from systolic.report.output import StderrReporter
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +29,8 @@ def test_workers_are_bounded_by_cores(capsys: pytest.CaptureFixture[str]) -> Non
     cores = num_cores()
     assert 1 <= cores <= (psutil.cpu_count() or 1)
     assert (bounded(0), bounded(1), bounded(99999)) == (0, 1, cores)
-    assert Limits(workers=99999).at_once == cores
-    assert 1 <= Limits().at_once <= cores
+    assert compiles_at_once(99999) == cores
+    assert 1 <= compiles_at_once(0) <= cores
     with reporting(StderrReporter()):
         assert bounded_workers(1) == 1
         assert capsys.readouterr().err == ""

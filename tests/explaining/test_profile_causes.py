@@ -26,6 +26,7 @@ from systolic.runs import Run
 from systolic.setup import set_up
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
+from systolic.training.session import SessionOptions
 from systolic.training.trainer import Trainer
 from tests.explaining import planted
 from tests.forecasting.display.recorded import small
@@ -394,7 +395,8 @@ def test_the_trainer_traces_steps_after_warm_up(tmp_path: Path):
 def test_a_run_is_traced_where_asked(tmp_path: Path):
     job = planted.job(steps=6, evaluation=Evaluation(every=0))
     with Run.create(tmp_path / "run", {"job": {"name": job.name}}) as run:
-        Trainer(setup=set_up(job), run=run, diagnose=0, profile=2).train()
+        options = SessionOptions(diagnose=0, profile=2)
+        Trainer(setup=set_up(job), run=run, options=options).train()
         assert not run.read_summary()["recompiles"]
     trace = load(tmp_path / "run" / "profile")
     assert [mark.name for mark in trace.steps] == ["5", "6"]

@@ -33,7 +33,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
     "src/systolic/forecasting/serving/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
-    "src/systolic/forecasting/run.py:forecast_step": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

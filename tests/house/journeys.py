@@ -66,7 +66,7 @@ JOURNEYS: Mapping[str, tuple[str, ...]] = {
         "cli/forms.py:_answered",
         "> forecasting/command.py:forecast",
         "forecasting/command.py:StepSettings.forecast",
-        "forecasting/run.py:forecast_step",
+        "forecasting/command.py:StepSettings._step",
         "forecasting/run.py:forecast_job",
         "compiling/program.py:JobProgram",
         "forecasting/run.py:forecast_program",

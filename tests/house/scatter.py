@@ -21,7 +21,7 @@ from typing import Any
 
 from systolic.cli.main import VERBS
 from tests.house.budget import ROOT
-from tests.house.journeys import CHAT_CLASSES, JOURNEYS, files
+from tests.house.journeys import CHAT_CLASSES, JOURNEYS, definitions, files
 from tests.house.trees import nodes, tree
 
 RATCHETS = Path(__file__).with_name("ratchets.json")
@@ -33,7 +33,7 @@ BAD_STARTS = ("Of", "What", "Where", "Those", "Told", "As")
 EMPTY_NAMES = ("one", "found", "made", "asked", "given", "told")
 """Names that say nothing of what they name."""
 DECLARING = {
-    "train": ("train to the update",),
+    "train": ("train to the update", "training/display/view.py"),
     "plan": ("plan",),
     "forecast": ("forecast to the printed time",),
 }
@@ -90,15 +90,61 @@ def declarations(package: Path) -> dict[tuple[str, str], list[str]]:
     """Options of train, plan and forecast, as (verb, option), to the places that declare one with a sentence.
 
     A declaration is a parameter that its function's docstring explains, or a field that its class's docstring or a
-    string below it does.
+    string below it does. Neither a field of the verb's answer is one, nor a namesake with none of the option's types:
+    ``Trainer(run: Run)`` beside ``run: Path | str | None``.
     """
     options = {(verb, name): [] for verb in DECLARING for name in _options(verb, package)}
     for verb, (journey, *more) in DECLARING.items():
+        types, answers = _types_and_answers(verb, package)
         for file in [*files(JOURNEYS[journey]), *more]:
-            for where, name in _explained(package / file):
-                if (verb, name) in options:
+            for where, name, own in _explained(package / file):
+                known = types.get(name, own)
+                if (verb, name) in options and where not in answers and (own & known or not own):
                     options[verb, name].append(f"{file}:{where}")
     return options
+
+
+def _types_and_answers(verb: str, package: Path) -> tuple[dict[str, set[str]], set[str]]:
+    """Types of the parameters of a verb's functions and views by name, and the classes that the functions return."""
+    types: dict[str, set[str]] = {}
+    answers: set[str] = set()
+    for form in VERBS[verb].forms:
+        for path in (form.function, form.view):
+            module, _, name = path.partition(":")
+            file = package.parent / f"{module.replace('.', '/')}.py"
+            node = definitions(file)[name]
+            assert isinstance(node, ast.FunctionDef)
+            for argument in [*node.args.args, *node.args.kwonlyargs]:
+                types.setdefault(argument.arg, set()).update(_types(argument.annotation, file))
+            if path == form.function:
+                answers |= _types(node.returns, file)
+    return types, answers
+
+
+def _types(annotation: ast.AST | None, file: Path) -> set[str]:
+    """Alternatives of an annotation besides None; a file's own names for types count as what they stand for."""
+    match annotation:
+        case None | ast.Constant(value=None):
+            return set()
+        case ast.Constant(value=str(text)):
+            return _types(ast.parse(text, mode="eval").body, file)
+        case ast.BinOp(left=left, right=right):
+            return _types(left, file) | _types(right, file)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return _types(kind, file)
+        case ast.Name(id=name) if name in (own := _own_names(file)):
+            return _types(own[name], file)
+    assert annotation is not None
+    return {ast.unparse(annotation)}
+
+
+def _own_names(file: Path) -> dict[str, ast.AST]:
+    """Names that a file gives to what stands right of an equals sign."""
+    return {
+        line.targets[0].id: line.value
+        for line in tree(file).body
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
+    }
 
 
 def _options(verb: str, package: Path) -> set[str]:
@@ -107,11 +153,11 @@ def _options(verb: str, package: Path) -> set[str]:
         known = [form.options for form in forms if not form.word]
         return {name for one in known for name in (*one.of_function, *one.of_view)}
     path = package / "cli" / f"{verb}.py"
-    return {name for where, name in _explained(path) if where.endswith("Options")}
+    return {name for where, name, _ in _explained(path) if where.endswith("Options")}
 
 
-def _explained(path: Path) -> Iterator[tuple[str, str]]:
-    """Functions and classes with the names that they explain."""
+def _explained(path: Path) -> Iterator[tuple[str, str, set[str]]]:
+    """Functions and classes with the names that they explain, and their types."""
     for node in nodes(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -121,12 +167,12 @@ def _explained(path: Path) -> Iterator[tuple[str, str]]:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     below = isinstance(following, ast.Expr)
                     if below or line.target.id in said:
-                        yield node.name, line.target.id
+                        yield node.name, line.target.id, _types(line.annotation, path)
         else:
             arguments = node.args
             for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
                 if argument.arg in said:
-                    yield node.name, argument.arg
+                    yield node.name, argument.arg, _types(argument.annotation, path)
 
 
 def shared_names(package: Path) -> dict[str, int]:

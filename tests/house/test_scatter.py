@@ -65,9 +65,30 @@ def test_calls_are_followed_by_name(package: Path) -> None:
 
 
 def test_declarations_of_an_option() -> None:
-    places = scatter.declarations(PACKAGE)["train", "diagnose"]
-    assert "training/trainer.py:Trainer" in places
-    assert len(places) == len(set(places)) == 4
+    declared = scatter.declarations(PACKAGE)
+    verb = "training/command.py"
+    assert declared["train", "workers"] == [f"{verb}:train"]
+    assert declared["train", "diagnose"] == [f"{verb}:train", f"{verb}:resume"]
+    assert declared["train", "json"] == [
+        "training/display/view.py:show",
+        "training/display/view.py:show_replay",
+    ]
+
+
+def test_a_namesake_of_another_type_declares_nothing() -> None:
+    explained = {
+        (where, name): kinds
+        for file in ("training/command.py", "training/session.py", "training/trainer.py")
+        for where, name, kinds in scatter._explained(PACKAGE / file)
+    }
+    assert explained["train", "run"] == {"Path", "str"}
+    assert explained["Trainer", "run"] == {"Run"}
+    assert explained["TrainResult", "run"] == {"Path"}  # of the verb's answer
+    assert explained["describe", "flags"] == {"RunFlags"}
+    declared = scatter.declarations(PACKAGE)
+    assert not {"Trainer", "TrainResult", "describe"} & {
+        place.partition(":")[2] for place in declared["train", "run"] + declared["train", "flags"]
+    }
 
 
 def test_a_worse_and_a_much_better_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,11 @@ def test_what_comes_nearest_is_the_same_in_any_order_of_slices(limit: dict[str, 
 
 def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout() -> None:
     search = Search(
-        facts=fabricated.facts(), slices=[slice("v5e-16")], goal=Goal(units=20e9), only=[]
+        facts=fabricated.facts(),
+        slices=[slice("v5e-16")],
+        goal=Goal(units=20e9),
+        limits=Limits(programs=0, finalists=0, workers=1),
+        only=[],
     )
     bf16 = fabricated.candidate("v5e-16", fsdp=16)
     search.tried.append(fabricated.tried(bf16, 1.0, 20.0))

@@ -11,6 +11,7 @@ from systolic.job import Job
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
 from systolic.setup import Setup, set_up
+from systolic.training.session import SessionOptions
 from systolic.training.trainer import Trainer
 
 
@@ -75,7 +76,10 @@ def train(
         run = Run.create(path, {"job": {"name": setup.job.name}, "recipe": "tiny", "options": {}})
     with run:
         trainer = Trainer(
-            setup=setup, run=run, watchers=watchers, diagnose=diagnose, log_every=log_every
+            setup=setup,
+            run=run,
+            watchers=watchers,
+            options=SessionOptions(diagnose=diagnose, log_every=log_every),
         )
         return trainer.train(resume=resume)
 

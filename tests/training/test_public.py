@@ -157,6 +157,14 @@ def test_the_slice_that_is_expected(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_the_slice_that_is_expected_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    recipe, run = f"{Path(tiny.__file__)}:job", tmp_path / "run"
+    systolic.train(recipe, run=run, steps=2)
+    with pytest.raises(RunError, match=r"on is v5e-4"):
+        systolic.train(recipe, on="v5e-4", run=run, continue_=True, steps=4)
+    assert sorted(losses(run)) == [1, 2]
+
+
 def test_a_plan_is_a_value_or_a_file(tmp_path: Path) -> None:
     made, path, warnings = fabricated.plan(), tmp_path / "plan.json", []
     write_json(path, made.to_json())

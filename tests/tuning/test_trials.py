@@ -167,7 +167,7 @@ def test_a_warmup_that_the_recipe_would_shorten_is_refused(tmp_path: Path) -> No
 def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_job", Forecasts())
     words = [
         "--on=v5e-4",
         "--search=factor=1.0,nan",
@@ -328,7 +328,7 @@ class Forecasts:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def __call__(self, job: Any, *, on: Any, quick: bool) -> Any:
+    def __call__(self, job: Any, on: Any, **_: Any) -> Any:
         self.asked.append(job)
         fits = job.model.width < 64
         return SimpleNamespace(
@@ -340,7 +340,7 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Forecasts()
-    monkeypatch.setattr("systolic.tuning.trials.forecast_step", asked)
+    monkeypatch.setattr("systolic.tuning.trials.forecast_job", asked)
     price = slice("v5e-4").usd_per_hour.on_demand
     assert price is not None
     trial = price * 16 / 3600
@@ -368,7 +368,7 @@ def test_a_budget_that_has_nothing_left_costs_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial that was claimed and never started does not count as one whose process died."""
-    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_job", Forecasts())
     words = ["--search=learning-rate=0.01,0.02", "--sampler=grid", "--trials=1", "--on=v5e-4"]
     for _ in range(BEGUN + 1):
         result = work(tuning(tmp_path / "study", *words, "--budget=0.0001"))

@@ -87,13 +87,7 @@ _MISTAKES = {
 def compile(
     program: Program, on: Slice, compiler: Compiler | None = None, say: Say = lambda _: None
 ) -> Outcome:
-    """Compiles a program for a slice, or takes it from the store.
-
-    Args:
-        program: The program.
-        on: The slice to compile for; it need not exist on this machine.
-        compiler: Flags, effort, store.
-        say: Called with each stage.
+    """Compiles a program for a slice, which need not exist on this machine, or takes the answer from the store.
 
     Raises:
         SystolicError: a mistake of the user, such as a layout that does not divide the model.

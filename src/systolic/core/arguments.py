@@ -9,12 +9,14 @@ import functools
 import inspect
 import numbers
 import os
+import re
 import reprlib
 import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar
@@ -128,6 +130,51 @@ def command_of(function: Callable[P, R]) -> Callable[P, R]:
         return function(*bound.args, **bound.kwargs)
 
     return called
+
+
+_ENTRY = re.compile(r"^    \*{0,2}(\w+): ", re.MULTILINE)
+"""The line of a docstring's Args with which a parameter's sentence begins."""
+
+
+def explained_by(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator for a function that shares parameters with ``others``, whose docstrings alone explain them.
+
+    A parameter that the function's own Args leave out gets the sentence of the same name of the first that has one;
+    all stand in the order of the signature.
+    """
+
+    def explained(function: Callable[P, R]) -> Callable[P, R]:
+        doc = inspect.getdoc(function)
+        if doc is None:  # python -OO
+            return function
+        head, args, rest = doc.partition("\n\nArgs:\n")
+        section, blank, tail = rest.partition("\n\n")
+        if not args:
+            head, blank, tail = doc.partition("\n\nRaises:\n")
+            blank, tail = (blank and "\n\n"), (blank and f"Raises:\n{tail}")
+        sections = [*(_args_of(other) for other in reversed(others)), section]
+        sentences = {name: line for part in sections for name, line in _sentences(part).items()}
+        names = [name for name in inspect.signature(function).parameters if name in sentences]
+        lines = "\n".join(sentences[name] for name in names)
+        function.__doc__ = f"{head}\n\nArgs:\n{lines}{blank}{tail}"
+        return function
+
+    return explained
+
+
+def _args_of(function: Callable[..., Any]) -> str:
+    """The section Args of a function's docstring."""
+    return (inspect.getdoc(function) or "").partition("\n\nArgs:\n")[2].partition("\n\n")[0]
+
+
+def _sentences(section: str) -> dict[str, str]:
+    """Lines of a section Args by the parameters that they explain."""
+    starts = list(_ENTRY.finditer(section))
+    bounds = [*(entry.start() for entry in starts), len(section)]
+    return {
+        entry[1]: section[start:end].rstrip("\n")
+        for entry, (start, end) in zip(starts, pairwise(bounds), strict=True)
+    }
 
 
 def arguments(

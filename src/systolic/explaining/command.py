@@ -12,11 +12,12 @@ from systolic import recipes
 from systolic.chips import SLICE, Slice, slice
 from systolic.chips.flags import resolved
 from systolic.compiling import StepKind
-from systolic.core.arguments import PYTHON, OptionWords, Required, Wording, command_of
+from systolic.core.arguments import PYTHON, OptionWords, Required, Wording, command_of, explained_by
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.machine import bounded_workers
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import working
+from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.recipes.jobs.source import JobSource, source_of
 from systolic.runs.run import JOB
@@ -326,6 +327,7 @@ def explain_step(  # noqa: PLR0913  the options of systolic explain RECIPE
 
 
 @command_of
+@explained_by(explain_step)
 def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.json
     path: Path | str,
     *,
@@ -349,11 +351,6 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
         on: Another slice than the file's.
         step: Another of the job's steps than the file's.
         flags: Compiler flags on top of those of the file; none leaves these out.
-        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
-        workers: Compiles at once; 0 takes as many as cores and memory allow.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
-        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         reader: Makes the recipe's options, where they are not given by name.
         options: Of the recipe, in place of those of the file.
 
@@ -408,6 +405,7 @@ def explain_run(path: Path | str, *, quick: bool = False, trust: bool = False) -
 
 
 @command_of
+@explained_by(explain_step, explain_run)
 def explain_profile(
     path: Path | str,
     *,
@@ -422,8 +420,6 @@ def explain_profile(
     Args:
         path: An ``xplane.pb``, a ``trace.json.gz`` or a directory with some.
         remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
-        workers: Compiles at once; 0 takes as many as cores and memory allow.
-        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
         against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text; program, for what an xplane.pb holds of it; or lines, which prices each op alone from its line in the profile.
 
@@ -453,6 +449,7 @@ def explain_profile(
 
 
 @command_of
+@explained_by(explain_step, forecast_command)
 def explain_program(
     command: Annotated[Sequence[str], COMMAND],
     *,
@@ -469,10 +466,6 @@ def explain_program(
         command: The program with its options; it runs in its own environment, unchanged.
         on: The slice of TPUs that the program is shown.
         step: Name of the jitted function that is the step; by default what the program calls again and again.
-        minutes: Minutes that the program may take to its step.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
-        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         OptionError: an option that does not parse, or several slices.
@@ -498,6 +491,7 @@ def explain_program(
 
 
 @command_of
+@explained_by(explain_step)
 def explain_dump(
     path: Path | str,
     *,
@@ -511,9 +505,6 @@ def explain_dump(
     Args:
         path: The file.
         on: The slice that it was compiled for.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
-        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         NotFoundError: there is no such file, slice or calibration.

@@ -30,6 +30,7 @@ from systolic.job import Job
 from systolic.planning.analytic import facts_of
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.fit_ladder import Attempt, find_fit
+from systolic.planning.goal import compiles_at_once
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import (
     GAIN,
@@ -40,7 +41,7 @@ from systolic.planning.remedies import (
     changes,
     try_all,
 )
-from systolic.planning.search import Limits, SearchProgress
+from systolic.planning.search import SearchProgress
 from systolic.recipes import Recipe
 from systolic.runs.plan_choice import apply
 from systolic.sim.incomplete import NOTHING, Given
@@ -338,7 +339,7 @@ class StepExplainer:
         facts = facts_of(self.job)
         base = base_of(facts, self.on, self.flags)
         wanted = changes(facts, base)[: self.remedies]
-        workers = Limits(workers=self.workers).at_once
+        workers = compiles_at_once(self.workers)
         with self._opens(workers) as evaluator:
             watch = self._watching(ExplainStage.changing, len(wanted))
             tried = try_all(facts, forecast, base, wanted, evaluator, watch)
@@ -380,7 +381,7 @@ class StepExplainer:
             facts_of(self.job),
             self.on,
             lambda _: self.flags,
-            Limits(workers=self.workers).at_once,
+            compiles_at_once(self.workers),
             watch,
             self._opens,
         )

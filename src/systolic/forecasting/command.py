@@ -1,5 +1,6 @@
 """``systolic forecast`` and :func:`systolic.forecast`: memory, time and cost of a step, or of a server, on a slice that need not be there."""
 
+import inspect
 import itertools
 import json
 import shlex
@@ -21,6 +22,7 @@ from systolic.core.arguments import (
     Required,
     Wording,
     command_of,
+    explained_by,
     with_types,
 )
 from systolic.core.errors import OptionError, TakenError
@@ -81,8 +83,8 @@ Costs = Annotated[
 """Times by the name of a kernel."""
 Corrections = Annotated[Calibration | Path | str | None, OptionWords(str, default="")]
 Earlier = Annotated[Path | str | Mapping[str, Any] | None, OptionWords(Path | None), EARLIER]
-OF_A_STEP = {"step": StepKind.train, "flags": "", "quick": False, "save": None, "vary": None}
-"""Options that a dump, which is compiled already, does not take, with their defaults."""
+OF_A_STEP = ("step", "flags", "quick", "save", "vary")
+"""Options that a dump, which is compiled already, does not take."""
 
 
 def _functions_apart(forecast: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,6 +208,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
 
 
 @command_of
+@explained_by(forecast)
 def forecast_dump(
     path: Annotated[Path | str, Wording("the path of a file of scheduled HLO")],
     *,
@@ -222,10 +225,6 @@ def forecast_dump(
         path: The text: ``compiled.as_text()``, or XLA's dump after optimizations.
         on: The slice that it was compiled for. Several with commas make a table.
         against: Print what changed since the forecast in this JSON file, or since another dump of the program, and which ops changed.
-        csv: Write the table to this file as CSV.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
-        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         OptionError: the slice is no TPU, or the program has nothing of a name in ``trips`` or ``costs``.
@@ -252,6 +251,7 @@ def forecast_dump(
 
 
 @command_of
+@explained_by(forecast)
 def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMMAND
     command: Annotated[
         Sequence[str], Wording("the words of a command, such as ['python', 'train.py']")
@@ -277,13 +277,8 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
         command: The program with its options; it runs in its own environment, unchanged.
         on: The slice of TPUs that the program is shown.
         step: Name of the jitted function that is the step; by default what the program calls again and again.
-        quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         minutes: Minutes that the program may take to its step.
         keep: Keep the compiled text, the compiler's memory report and the order of devices in this new folder.
-        against: Print what changed since the forecast in this JSON file, or since a dump of the program, and which ops changed.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
-        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         OptionError: an option that does not parse, or several slices.
@@ -324,6 +319,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
 
 
 @command_of
+@explained_by(forecast)
 def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     job: Annotated[Job | JobSource | str, Wording("a Job or the name of a model or a recipe")],
     *,
@@ -363,8 +359,6 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
-        quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         options: Of the recipe that ``job`` names; without a layout among them the server has the one that holds most requests.
 
     Raises:
@@ -430,9 +424,7 @@ class StepSettings:
 
     def forecast(self, source: JobSource, on: Slice, save: Path | None = None) -> "Forecast":
         """Forecasts the step, with the command that makes this forecast where the job has a name."""
-        from systolic.forecasting.run import forecast_step
-
-        result = forecast_step(source.job, on=on, save=save, **vars(self))
+        result = self._step(source.job, on, save)
         if source.recipe.of_job:
             return result
         words = [*option_words(source.recipe.function, source.options), *self.words(on)]
@@ -448,20 +440,42 @@ class StepSettings:
         )
         return replace(result, request=request)
 
+    def _step(self, job: Job, on: Slice, save: Path | None) -> "Forecast":
+        """Forecasts a job's step; stages of the compile go to :func:`~systolic.core.reporter.reporter`."""
+        from systolic.forecasting.calibrations import given_with
+        from systolic.forecasting.run import forecast_job, save_executable
+
+        if self.quick and save is not None:
+            raise OptionError(
+                "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
+            )
+        known = given_with(self.trips, self.costs, self.calibration, on)
+        compiler = Compiler(flags=resolved(self._flags, on.chip), save=save is not None)
+        result = forecast_job(
+            job,
+            on,
+            verb=self.step,
+            compiler=compiler.quick() if self.quick else compiler,
+            say=reporter().stage,
+            given=known,
+        )
+        if save is None or not result.fits:
+            return result
+        save_executable(result, save)
+        return replace(result, saved=save)
+
+    @property
+    def _flags(self) -> str:
+        return self.flags if isinstance(self.flags, str) else shlex.join(self.flags)
+
     def words(self, on: Slice) -> list[str]:
         """Options of the command that makes a forecast, without ``--quick`` and ``--calibration``."""
-        flags = self.flags if isinstance(self.flags, str) else shlex.join(self.flags)
         return [
             *("--on", on.name),
-            *(() if self.step is StepKind.train else ("--step", self.step.value)),
-            *option_words(_flags, {"flags": flags}),
+            *option_words(forecast, {"step": self.step, "flags": self._flags}),
             *(word for text in _assigned(self.trips) for word in ("--trips", text)),
             *(word for text in _assigned(self.costs, "s") for word in ("--cost", text)),
         ]
-
-
-def _flags(flags: str = "") -> None:
-    """The option of which :meth:`StepSettings.words` writes the words."""
 
 
 def is_dump(word: str) -> bool:
@@ -593,8 +607,9 @@ def _not_forecast(what: Any) -> OptionError:
 
 
 def _refuse_options_of_a_step(path: str, values: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(forecast).parameters
     for name, value in values.items():
-        if name not in OF_A_STEP or (value or None) != (OF_A_STEP[name] or None):
+        if name not in OF_A_STEP or (value or None) != (parameters[name].default or None):
             raise OptionError(
                 f"{path} is a dump, compiled already, and takes no {name}; leave it out"
             )

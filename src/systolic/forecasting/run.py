@@ -1,7 +1,6 @@
 """Forecasts of jobs, functions and dumps, with the range of errors that programs of their kind had against chips (``benchmarks/accuracy/intervals.py``)."""
 
 import enum
-import shlex
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from systolic.chips import Slice, slice
+from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.compiling import (
     Compiled,
@@ -26,10 +25,9 @@ from systolic.compiling import (
 from systolic.compiling import compile as compile_program
 from systolic.compiling.outcome import CompiledMemory
 from systolic.compiling.traced import ProgramFacts
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import RunError
 from systolic.core.origin import Origin
-from systolic.core.reporter import reporter
-from systolic.forecasting.calibrations import given_with, told_of_step
+from systolic.forecasting.calibrations import told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.costs import note_of, windowed
@@ -46,9 +44,8 @@ from systolic.forecasting.memory import (
 from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
 from systolic.job import Job
-from systolic.sim.calibration import Calibration
 from systolic.sim.cost_kinds import corrected_seconds
-from systolic.sim.incomplete import NOTHING, Costs, Given, Trips
+from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline, layer_of
 
@@ -160,44 +157,6 @@ def forecast_job(
     return forecast_program(
         JobProgram(job=job, verb=verb), job.name, on, compiler=compiler, say=say, given=given
     )
-
-
-def forecast_step(  # noqa: PLR0913  the options of systolic forecast
-    job: Job,
-    *,
-    on: Slice | str,
-    step: StepKind = StepKind.train,
-    flags: str | Sequence[str] = "",
-    quick: bool = False,
-    save: Path | None = None,
-    trips: Trips = (),
-    costs: Costs = (),
-    calibration: Calibration | Path | str | None = None,
-) -> Forecast:
-    """One of a job's steps on a slice; :func:`systolic.forecast` describes the options and what is raised.
-
-    Stages of the compile go to :func:`~systolic.core.reporter.reporter`.
-    """
-    if quick and save is not None:
-        raise OptionError(
-            "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
-        )
-    target = slice(on) if isinstance(on, str) else on
-    known = given_with(trips, costs, calibration, target)
-    text = flags if isinstance(flags, str) else shlex.join(flags)
-    compiler = Compiler(flags=resolved(text, target.chip), save=save is not None)
-    forecast = forecast_job(
-        job,
-        target,
-        verb=step,
-        compiler=compiler.quick() if quick else compiler,
-        say=reporter().stage,
-        given=known,
-    )
-    if save is None or not forecast.fits:
-        return forecast
-    save_executable(forecast, save)
-    return replace(forecast, saved=save)
 
 
 def save_executable(forecast: Forecast, path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.core.arguments import OptionWords, command_of
+from systolic.core.arguments import OptionWords, command_of, explained_by
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter, working
@@ -103,6 +103,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
 
 
 @command_of
+@explained_by(generate)
 def predict(
     model: Annotated["TrainedModel | Path | str", RUN],
     files: Annotated[Path | str | Sequence[Path | str], WORDS] = (),
@@ -117,8 +118,6 @@ def predict(
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input; for a recipe whose data are arrays tables of new rows: CSV, TSV, JSONL or .npz. One that can't be read is named, the others are answered, and the exit code is 1.
         out: Of an exported program: write its outputs for one file as arrays into this .npz file. Of tables: write the answers of all rows into this .jsonl or .csv file.
-        checkpoint: Of a run: best, last or the number of a step.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
 
     Returns:
         The answers. The reporter's ``update`` was given each as it came: a
@@ -162,6 +161,7 @@ def predict(
 
 
 @command_of
+@explained_by(generate)
 def evaluate(
     model: Annotated["TrainedModel | Path | str", RUN],
     *,
@@ -177,9 +177,7 @@ def evaluate(
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         split: Which part; by default every held-out part there is.
         path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
-        checkpoint: Of a run: best, last or the number of a step.
         batches: Only the first so many batches; 0 is all.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
 
     Raises:
         OptionError: both a split and a path are given, or there is no such data.

@@ -15,7 +15,7 @@ from systolic.core.reporter import reporter
 from systolic.planning.analytic import Facts
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.fit_ladder import smallest_fit
-from systolic.planning.goal import Goal, Limits, Objective, PriceTerm
+from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.notes import after_search, before_search
 from systolic.planning.plan import Plan, default_objective
 from systolic.planning.search import Search, SearchProgress
@@ -91,11 +91,15 @@ def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
     )
 
 
+FINALISTS = 2
+"""Full compiles of a search where none are given."""
+
+
 def full_compiles(wanted: Wanted, finalists: int | None) -> int:
     """Full compiles of a search: those given, else two, and none where only the memory decides."""
     if finalists is not None:
         return finalists
-    return 0 if wanted.objective is Objective.fit else Limits().finalists
+    return 0 if wanted.objective is Objective.fit else FINALISTS
 
 
 def freed(text: str) -> Freedom:

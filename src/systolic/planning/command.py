@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.chips import SLICES, ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import PYTHON, WRITTEN, OptionWords, Required, Wording, command_of
+from systolic.core.arguments import (
+    PYTHON,
+    WRITTEN,
+    OptionWords,
+    Required,
+    Wording,
+    command_of,
+    explained_by,
+)
 from systolic.core.errors import OptionError
 from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import working
 from systolic.core.units import GB, plural
+from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.planning.goal import MAX_CHIPS, Objective, PriceTerm, hourly
 from systolic.recipes.jobs.source import JobSource, source_of
@@ -176,6 +185,7 @@ GOALS = (Objective.cost, Objective.time)
 
 
 @command_of
+@explained_by(plan, forecast_command)
 def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
     command: Annotated[
         Sequence[str], Wording("the words of a command, such as ['python', 'train.py']")
@@ -206,13 +216,10 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         command: The program with its options; it runs in its own environment, unchanged.
         on: Slices of TPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
         goal: What ranks them: cost or time, for the same work.
-        step: Name of the jitted function that is the step; by default what the program calls again and again.
         full: Compile in full, with the compiler's cycles, rather than up to its schedule.
         minutes: Minutes that the program may take to its step on each slice.
-        max_chips: Chips at most of a slice that any or the name of a chip stands for.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
-        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         OptionError: an option that does not parse, or a goal that ranks no slices.

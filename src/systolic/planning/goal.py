@@ -216,23 +216,25 @@ FINALIST_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a search."""
+    """Limits of a search; the first three are options of :func:`systolic.plan`."""
 
-    programs: int = 24
-    """Most compiles up to the schedule, those from the store included."""
+    programs: int
+    finalists: int
+    workers: int
     fruitless: int | None = None
     """Most compiles while none fits; None for no limit of its own."""
     seconds: float | None = None
-    workers: int = 0
-    """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
-    finalists: int = 2
-    """Candidates that get a full compile, with the compiler's own cycles."""
     finalist_seconds: float = FINALIST_SECONDS
     """Time limit of the full compiles where ``seconds`` is None."""
 
     @property
     def at_once(self) -> int:
         """Number of workers, with 0 resolved."""
-        if self.workers:
-            return bounded(self.workers)
-        return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
+        return compiles_at_once(self.workers)
+
+
+def compiles_at_once(workers: int) -> int:
+    """Compiles that run side by side, at most one a core; for 0 ``workers`` as many as cores and memory allow."""
+    if workers:
+        return bounded(workers)
+    return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))

@@ -108,8 +108,8 @@ class Search:
     facts: Facts
     slices: Sequence[Slice]
     goal: Goal
+    limits: Limits
     freedom: Freedom = field(default_factory=Freedom)
-    limits: Limits = field(default_factory=Limits)
     evaluator: OpenEvaluator = CompilingEvaluator
     flags: Callable[[Slice], tuple[str, ...]] = shared
     """Compiler flags of every program on a slice; sets under trial are added to them."""

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 from systolic.chips import SLICES, Slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
-from systolic.core.arguments import PYTHON, Required, Wording, command_of
+from systolic.core.arguments import PYTHON, Required, Wording, command_of, explained_by
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.notebook import notebook_html
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
+from systolic.forecasting.command import forecast_server
 from systolic.forecasting.serving.capacity import ServerTimes, check_context, server_times
 from systolic.forecasting.serving.demand import Demand, Fleet, fleet
 from systolic.forecasting.serving.forecast import (
@@ -30,7 +31,7 @@ from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.models.published import find_published
-from systolic.planning.command import all_slices, slices_of
+from systolic.planning.command import all_slices, plan, slices_of
 from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
 from systolic.recipes.jobs.source import JobSource, source_of
 
@@ -238,6 +239,7 @@ HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
 @command_of
+@explained_by(forecast_server, plan)
 def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     job: Annotated[Job | JobSource | str, Wording("a Job or the name of a model or a recipe")],
     *,
@@ -272,16 +274,10 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         job: A language model: a Job, the name of a published model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, chips (their slices of one machine) or any, with commas: v6e-8,v5e.
         requests_per_second: Requests that come, by chance.
-        prompt_tokens: Tokens of each prompt.
-        output_tokens: New tokens of each request.
         ttft: Time to the first token that 99 % of the requests keep, the wait for other prompts included: 500ms, 1s.
         tpot: Mean time of each further token: 50ms.
         price: Which price of the catalogue: on-demand, spot or committed.
-        weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
-        kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
-        chunk: Prompt tokens that a step reads.
         host_ms: Milliseconds of the host's work for each step, an assumption.
-        max_chips: Chips at most of a slice that any or the name of a chip stands for.
         candidates: Layouts that are compiled up to the schedule, those of the least floors.
         finalists: How many of the best get a full compile.
         flags: Compiler flags on top of the set that all jobs on a chip share; none leaves that set out.

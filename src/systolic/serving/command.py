@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from systolic.core.arguments import OptionWords, command_of
+from systolic.core.arguments import OptionWords, command_of, explained_by
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.core.reporter import reporter, working
@@ -247,6 +247,7 @@ def _traffic(file: Path, names: Sequence[str]) -> "Mapping[str, ModelTraffic]":
 
 
 @command_of
+@explained_by(serve)
 def batch(  # noqa: PLR0913  the options of systolic batch
     model: Annotated[str | Path, OptionWords(str)],
     source: Path | str,
@@ -272,15 +273,6 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         source: The requests (.jsonl).
         out: The results (.jsonl); the lines that it has are not asked again.
         in_flight: Lines that are asked at once; 0 takes twice --rows, and 128 for models that write no text.
-        rows: Texts that are continued at once.
-        context: Tokens of a text, prompt and answer together, at least 2; 0 takes the model's own, at most 4,096.
-        chunk: Most tokens of a prompt that a step reads.
-        page_size: Positions of a page of the cache.
-        pages: Pages of the cache; 0 holds all texts at their longest.
-        kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
-        precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
-        checkpoint: Of a run: best, last or the number of a step.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
 
     Returns:
         The lines that have results now, and how many of them failed; ``answered`` is below ``lines`` after Ctrl-C.

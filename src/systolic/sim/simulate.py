@@ -115,7 +115,6 @@ def simulate(
 
     Args:
         module: Scheduled HLO of one core.
-        on: The slice; its chip and links.
         places: (x, y, z, core, slice) of the devices in the order of the mesh; JAX's default order
             otherwise.
         power_state: Of chips that have some (TPU7x); the default one otherwise.

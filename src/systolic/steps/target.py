@@ -85,7 +85,6 @@ class MeshTarget:
             job: A job whose layout has as many devices; ``auto`` precision is resolved for the platform.
             platform: Platform to trace for: ``tpu``, ``gpu`` or ``cpu``.
             devices: Real, virtual or described devices.
-            flags: Compiler flags of every program.
         """
         precision = job.precision.resolve(platform)
         return cls(

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.chips import SLICE, Slice, slice
-from systolic.core.arguments import PYTHON, OptionWords, Required, Wording, command_of
+from systolic.core.arguments import (
+    PYTHON,
+    OptionWords,
+    Required,
+    Wording,
+    command_of,
+    explained_by,
+)
 from systolic.core.errors import OptionError
 from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
@@ -110,6 +117,7 @@ def train(  # noqa: PLR0913  the options of systolic train
         profile=profile,
         log_every=log_every,
         for_devices=for_devices,
+        on=_slice(on),
     )
     source = _planned(job, plan, candidate, options, audience.warn)
     if continue_ and _begun(_path(run)):
@@ -120,12 +128,12 @@ def train(  # noqa: PLR0913  the options of systolic train
         audience,
         run=_path(run),
         init_from=_path(init_from),
-        on=_slice(on),
         ledger=ledger,
     )
 
 
 @command_of
+@explained_by(train)
 def resume(  # noqa: PLR0913  the options of systolic train --resume
     path: Path | str,
     job: Annotated[Job | None, Wording("a Job, or None for the run's own")] = None,
@@ -151,19 +159,10 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
     Args:
         path: The run's directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.
         job: For a run that was made from a Job with types of your own: that Job.
-        on: The slice that the local devices are expected to be.
-        executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         flags: Compiler flags in place of those that the run was started with; none for XLA's defaults.
-        workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as the run was started.
-        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile; at the end their ops are set beside the forecast of the program.
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
-        for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-        coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
-        processes: How many processes train together, with --coordinator.
-        process: Number of this one, from 0.
-        watchers: See each record as it is written to ``metrics.jsonl``.
         reader: Makes the recipe's options, where they are not given by name.
         options: Of the recipe, in place of the run's own; of a Job ``steps`` and ``layout``.
 
@@ -192,18 +191,19 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
         profile=profile,
         log_every=log_every,
         for_devices=for_devices,
+        on=_slice(on),
     )
-    expected = _slice(on)
     with opened(Path(path), trust=trust, job=job) as run:
         before = run.saved if job is None else {"steps": job.steps, "layout": job.layout}
         if reader is not None:
             values = reader(run.recipe, before)
         else:
             values = {**before, **expanded(run.recipe, options, before)}
-        return continue_run(run, run.source(values), settings, audience, on=expected, ledger=ledger)
+        return continue_run(run, run.source(values), settings, audience, ledger=ledger)
 
 
 @command_of
+@explained_by(train)
 def rehearse(
     job: Annotated[Job | JobSource | str, JOB],
     *,
@@ -219,10 +219,7 @@ def rehearse(
     Args:
         job: A recipe: its name or ``path/to/file.py:function``.
         on: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
-        plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
-        candidate: Which of the plan's candidates, by rank.
         executable: Refused: it is for the local devices.
-        workers: Processes that read and transform data; 0 uses threads.
         options: Of the recipe.
 
     Raises:
@@ -243,12 +240,12 @@ def rehearse(
 
 
 @command_of
+@explained_by(resume)
 def replay(path: Path | str, *, trust: bool = False) -> "ReplayedStep":
     """Computes the train step of a bad step's batch again and reports what is wrong with it.
 
     Args:
         path: RUN/bad/step-N.npz.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
 
     Raises:
         NotFoundError: there is no such file.

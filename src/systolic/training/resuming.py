@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
-from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
@@ -143,7 +142,6 @@ def continue_run(
     options: SessionOptions,
     audience: Audience,
     *,
-    on: Slice | None = None,
     ledger: Ledger | None = None,
 ) -> TrainResult:
     """Continues training a run from its newest intact checkpoint.
@@ -153,7 +151,6 @@ def continue_run(
         source: Source of its job for this session.
         options: Options of the session; None means the value that the run was started with.
         audience: Receives records and warnings.
-        on: Slice that the local devices are expected to form.
         ledger: Opened when the caller started, so that start-up time counts.
 
     Raises:
@@ -171,8 +168,8 @@ def continue_run(
     data = agreed(lambda: check_resume(directory, record, job, recipes.plain(source.options)))
     flags = kept_flags(record, source.chosen, options.flags)
     job, after = continued(run, source, options, flags)
-    if on is not None:
-        check_slice(on)
+    if options.on is not None:
+        check_slice(options.on)
     if source.options.get("tokenizer") == run.saved.get("tokenizer"):
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
     from systolic.setup import set_up

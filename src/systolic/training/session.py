@@ -1,15 +1,14 @@
 """Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.notebook import frame
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
@@ -105,30 +104,16 @@ def check_rehearsal(chosen: Chosen, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How a session runs; what it computes is the job's.
+    """How a session runs, by options of :func:`systolic.train`; what it computes is the job's."""
 
-    Raises:
-        OptionError: a number outside its range.
-    """
-
+    on: Slice | None = None
     executable: Path | None = None
-    """The compiled train step, instead of compiling it."""
     flags: str | None = None
-    """Compiler flags; None: those of the run, of a new one the set that all jobs on the chip share."""
-    workers: Annotated[int, NOT_NEGATIVE] = 0
-    """Processes that read and transform data; 0 uses threads."""
-    diagnose: Annotated[int | None, NOT_NEGATIVE] = None
-    """Steps between gradient probes; 0 is never; None: as the run was started, of a new one where they cost little."""
-    profile: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps to trace with XLA's profiler."""
-    log_every: Annotated[int | None, COUNT] = None
-    """Steps between records; None: as the run was started, of a new one a 400th of the job."""
-    for_devices: Annotated[int | None, COUNT] = None
-    """Devices that layout and batch are for; on fewer the batch stays and its passes grow."""
-
-    def __post_init__(self) -> None:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        check_arguments(SessionOptions, values, str)
+    workers: int = 0
+    diagnose: int | None = None
+    profile: int = 0
+    log_every: int | None = None
+    for_devices: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,18 +179,14 @@ def start(
     *,
     run: Path | None = None,
     init_from: Path | None = None,
-    on: Slice | None = None,
     ledger: Ledger | None = None,
 ) -> TrainResult:
     """Trains a job in a new run. Joins the other processes of the job, if there are any.
 
     Args:
         source: What the job is made from.
-        options: How the session runs.
+        options: How the session runs; like ``run`` and ``init_from`` by options of :func:`systolic.train`.
         audience: Receives records and warnings.
-        run: The run's directory; by default ``runs/NAME-TIME``.
-        init_from: A run, or a checkpoint of one, whose weights it begins with.
-        on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
     from systolic.setup import set_up, with_start
@@ -214,8 +195,8 @@ def start(
     ledger = ledger or Ledger()
     check_data(source.job)
     distributed.join()
-    if on is not None:
-        check_slice(on)
+    if options.on is not None:
+        check_slice(options.on)
     if source.chosen is not None:
         check_machine(source.chosen)
     flags = new_flags(options.flags or "", source.chosen)
@@ -326,12 +307,9 @@ def run_session(
         setup=setup,
         run=directory,
         watchers=watchers,
-        workers=_workers(options.workers, audience),
+        options=replace(options, workers=_workers(options.workers, audience)),
         ledger=ledger,
         loaded=loaded,
-        diagnose=options.diagnose,
-        profile=options.profile,
-        log_every=options.log_every,
         accept=begin,
         warn=audience.caution,
     )
@@ -361,7 +339,7 @@ def describe(
     job: Job,
     flags: RunFlags,
     options: SessionOptions,
-    run: Path | None = None,
+    directory: Path | None = None,
 ) -> JobRecord:
     """The record of a session for job.json, without its data and first weights.
 
@@ -370,11 +348,11 @@ def describe(
         job: With the layout of the local devices.
         flags: Of the compiler.
         options: How the session runs.
-        run: The run's directory; None for one that is not there yet.
+        directory: The run's; None for one that is not there yet.
     """
     return JobRecord(
         recipe=None if source.types is not None else source.recipe.target,
-        options=run_files.options(source.options, job, run),
+        options=run_files.options(source.options, job, directory),
         job=job.to_json(),
         plan=source.chosen,
         layout=job.layout.mesh_shape,
@@ -420,11 +398,7 @@ class ReplayedStep:
 
 
 def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
-    """The train step of a run made again on the batch of a bad step; see :func:`systolic.training.replay.replay`.
-
-    Args:
-        path: ``RUN/bad/step-N.npz``.
-        trust: Execute the run's recipe although it is another user's.
+    """The train step of a run made again on the batch of a bad step, by options of :func:`systolic.replay`.
 
     Raises:
         NotFoundError: there is no such file.

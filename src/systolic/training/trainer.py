@@ -38,6 +38,7 @@ from systolic.training.outcome import next_command, said, sample, sample_prompt,
 from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
+from systolic.training.session import SessionOptions
 from systolic.training.watch import Watcher
 
 LAG = 3
@@ -80,12 +81,9 @@ class Trainer:
         setup: The job on this machine.
         run: The run directory, open for writing in the first process and for reading in the others.
         watchers: Called with every record.
-        workers: Number of processes that read data.
+        options: How the session runs; of several processes the first one traces.
         ledger: Ledger opened when the command started, so that start-up counts.
         loaded: Train step compiled elsewhere.
-        diagnose: Steps between gradient probes; 0 for none, ``None`` for as many as cost little.
-        profile: Steps to trace with XLA's profiler after warm-up, in the first process.
-        log_every: Steps between records; ``None`` makes about 400 records of the whole job.
         accept: Called when all checks have passed, before the session writes anything.
         warn: Called with the text of each event that is a warning.
     """
@@ -93,12 +91,9 @@ class Trainer:
     setup: Setup
     run: Run
     watchers: Sequence[Watcher] = ()
-    workers: int = 0
+    options: SessionOptions = SessionOptions()  # noqa: RUF009 (frozen)
     ledger: Ledger = field(default_factory=Ledger)
     loaded: Loaded | None = None
-    diagnose: int | None = None
-    profile: int = 0
-    log_every: int | None = None
     accept: Callable[[], None] = _nothing
     warn: Callable[[str], None] = _nothing
 
@@ -118,12 +113,12 @@ class Trainer:
             show=self.show,
         )
         self.meter = Meter(self.setup, self.ledger, 0)
-        self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
-        traced = self.profile if distributed.is_first() else 0
+        self.probe = Probe(self.setup, self.ledger, self.event, self.options.diagnose)
+        traced = self.options.profile if distributed.is_first() else 0
         self.trace = SessionTrace(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
         self.validates = self.job.data.size(Split.validation) != 0
-        self.interval = self.log_every or max(1, self.job.steps // RECORDS)
+        self.interval = self.options.log_every or max(1, self.job.steps // RECORDS)
         self.progress = TrainingProgress()
         self.stop_reason = ""
         self._sampled: int | None = None
@@ -180,7 +175,7 @@ class Trainer:
         require_same_job(self.setup)
         require_same_data(self.job.data)
         with self.heartbeat, Interrupt() as interrupt:
-            feed = training(self.job, self.steps, self.workers, self.setup.intended_layout)
+            feed = training(self.job, self.steps, self.options.workers, self.setup.intended_layout)
             try:
                 state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)
@@ -228,7 +223,7 @@ class Trainer:
             flags=list(self.setup.flags),
             batch=steps.batch_size,
             examples=self.examples,
-            workers=self.workers,
+            workers=self.options.workers,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
             shares=list(self.job.task.shares),

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from systolic.chips import slice
+from systolic.chips.flags import resolved
+from systolic.compiling import Compiler
 from systolic.core.errors import (
     LayoutError,
     OptionError,
@@ -22,7 +24,7 @@ from systolic.core.errors import (
 from systolic.core.reporter import Reporter, reporter, reporting
 from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
-from systolic.forecasting.run import forecast_step
+from systolic.forecasting.run import forecast_job
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource
@@ -283,8 +285,12 @@ class TrialWorker:
             alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
             on = slice(tuning.on)
             try:
-                forecast = forecast_step(
-                    replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
+                compiler = Compiler(flags=resolved("", on.chip))
+                forecast = forecast_job(
+                    replace(job, optimizer=alike, seed=tuning.job.seed),
+                    on,
+                    compiler=compiler.quick() if tuning.quick else compiler,
+                    say=reporter().stage,
                 )
             except (OptionError, LayoutError) as error:
                 return f"refused: {error}", notes

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.arguments import WRITTEN
+from systolic.core.arguments import WRITTEN, explained_by
 from systolic.forecasting.command import check_no_table, is_table
 from systolic.report.output import print_json
 
@@ -41,7 +41,6 @@ def show(
 
     Args:
         result: The answer.
-        csv: Where the table was written.
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
@@ -54,6 +53,7 @@ def show(
     return show_step(result, html=html, perfetto=perfetto, xprof=xprof, json=json)
 
 
+@explained_by(show)
 def show_step(
     result: "Forecast",
     *,
@@ -66,10 +66,6 @@ def show_step(
 
     Args:
         result: The forecast.
-        html: Write a report of one page to this file.
-        perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
-        xprof: Write a profile into this folder, for xprof --logdir.
-        json: Print one JSON object on stdout.
     """
     written = _write(result, html, perfetto, xprof)
     if json:
@@ -95,12 +91,12 @@ def print_next(forecast: "Forecast") -> None:
         print(f"{'next':<9}{remedy}")
 
 
+@explained_by(show)
 def show_server(result: "ServingForecast", *, json: bool = False) -> int:
     """Prints the forecast of a server; returns the exit code, 1 where no request fits.
 
     Args:
         result: The forecast.
-        json: Print one JSON object on stdout.
     """
     if json:
         print_json(result.to_json())

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.arguments import WRITTEN
+from systolic.core.arguments import WRITTEN, explained_by
 from systolic.core.files import write_atomically, write_json
 from systolic.report.output import print_json
 
@@ -25,7 +25,6 @@ def show(
 
     Args:
         plan: The plan.
-        out: Path of the plan's file, for the commands.
         html: Write a page to this file: time against cost, the ranking, memory, the mesh on the torus.
         json: Print the plan as one JSON object on stdout.
     """
@@ -78,6 +77,7 @@ def show_ranking(
     return 0 if any(row.fits for row in ranking.table) else 1
 
 
+@explained_by(show)
 def show_serving(
     plan: "ServingPlan", *, out: Annotated[Path | None, WRITTEN] = None, json: bool = False
 ) -> int:
@@ -86,7 +86,6 @@ def show_serving(
     Args:
         plan: The plan.
         out: Write the plan to this file.
-        json: Print the plan as one JSON object on stdout.
     """
     written = plan.to_json()
     if out is not None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from systolic.core.arguments import explained_by
 from systolic.core.reporter import reporter
 from systolic.core.units import duration, si
 from systolic.report.output import StderrReporter, print_json
@@ -104,12 +105,12 @@ def show_replay(replay: "ReplayedStep", *, json: bool = False) -> int:
     return 0
 
 
+@explained_by(show)
 def show_rehearsal(rehearsal: "Rehearsal", *, json: bool = False) -> int:
     """Prints what is where.
 
     Args:
         rehearsal: The rehearsal.
-        json: Print the summary as one JSON object on stdout.
     """
     if json:
         print_json({"recipe": rehearsal.recipe, **rehearsal.record})
