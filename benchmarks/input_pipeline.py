@@ -19,7 +19,7 @@ import numpy as np
 from systolic import recipes
 from systolic.job import Job, Read, Split
 from systolic.setup import Setup, jit_train, set_up
-from systolic.steps.input import training
+from systolic.steps.programs import training
 
 
 def rate(batches: Iterator[Any], units: int, seconds: float) -> float:

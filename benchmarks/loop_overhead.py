@@ -21,8 +21,7 @@ from systolic import recipes
 from systolic.job import Checkpoints
 from systolic.runs import Run
 from systolic.setup import Setup, set_up
-from systolic.steps.input import training
-from systolic.steps.programs import jit_train
+from systolic.steps.programs import jit_train, training
 from systolic.training.display.live import Live
 from systolic.training.display.tensorboard import TensorBoard
 from systolic.training.interrupt import Interrupt

@@ -21,10 +21,15 @@ from systolic.forecasting import Forecast
 from systolic.job import Job
 from systolic.planning.analytic import facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.evaluator import CandidateEvaluator, CompilingEvaluator, PendingForecast
 from systolic.planning.fit_ladder import find_fit
 from systolic.planning.goal import Goal
-from systolic.planning.search import Limits, Search
+from systolic.planning.search import (
+    CandidateEvaluator,
+    CompilingEvaluator,
+    Limits,
+    PendingForecast,
+    Search,
+)
 from systolic.recipes.jobs.source import source_of
 
 DENSE = {"layers": 16, "d_model": 2048, "d_ff": 8192, "heads": 16, "kv_heads": 16, "head_dim": 128}

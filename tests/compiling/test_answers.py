@@ -18,9 +18,8 @@ import pytest
 from systolic import recipes
 from systolic.chips import Prices, Slice, slice
 from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
-from systolic.compiling.compile import Pool, _Asked, _request_name, version
+from systolic.compiling.compile import Pool, _Asked, _of_known_code, _request_name, version
 from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
-from systolic.compiling.program import _known
 from systolic.core.errors import RunError
 from systolic.core.store import Store
 from systolic.data.arrays import Arrays
@@ -122,9 +121,9 @@ class Mine(Enum):
 def test_what_holds_a_users_own_class_has_no_key() -> None:
     job = recipes.find("lm")({})
     assert JobProgram(job=job).key() is not None
-    assert not _known((job, {"deep": [Mine.one]}))
-    assert not _known([load_nothing])
-    assert _known((1, "a", None, Path(), job.optimizer, len))
+    assert not _of_known_code((job, {"deep": [Mine.one]}))
+    assert not _of_known_code([load_nothing])
+    assert _of_known_code((1, "a", None, Path(), job.optimizer, len))
 
 
 def load_nothing() -> None:

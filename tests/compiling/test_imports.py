@@ -24,6 +24,6 @@ def imported(path: Path) -> set[str]:
 
 def test_there_is_no_circle() -> None:
     modules = {path.stem: imported(path) for path in FOLDER.glob("*.py") if path.stem != "__init__"}
-    assert {"steps", "functions"} <= modules["program"], "imports in functions count"
+    assert {"tracing", "functions"} <= modules["compile"], "imports in functions count"
     order = list(TopologicalSorter(modules).static_order())
-    assert order.index("traced") < order.index("steps") < order.index("compile")
+    assert order.index("traced") < order.index("tracing") < order.index("compile")

@@ -40,7 +40,7 @@ from systolic.runs.job_record import JobRecord
 from systolic.runs.metrics import EvalRecord, EventRecord, ProbeRecord, TrainRecord
 from systolic.runs.record import RunRecord, load_run
 from systolic.setup import first_state, set_up
-from systolic.steps.input import training
+from systolic.steps.programs import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe
 from systolic.training.resuming import finished

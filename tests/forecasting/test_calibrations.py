@@ -29,7 +29,7 @@ from systolic.forecasting.cost import ForecastCommand, ForecastCompile
 from systolic.forecasting.memory import memory_map
 from systolic.forecasting.run import assemble, detail_of, interval_of
 from systolic.hlo import parse
-from systolic.planning import evaluator
+from systolic.planning import search as search_module
 from systolic.planning.display.text import notes
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span, least_seconds
@@ -431,7 +431,7 @@ def test_a_plan_corrects_what_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_p
             answer.set_result(Compiled(tmp_path, "recorded", True))
             return answer
 
-    monkeypatch.setattr(evaluator, "Pool", RecordedPool)
+    monkeypatch.setattr(search_module, "Pool", RecordedPool)
     save(record(calibration("v5e", matmul=factor(1.5, 1.4, 1.6))))
     sizes = {"model.layers": 2, "model.d-model": 256, "batch": 8, "sequence": 256, "steps": 10}
     limits = {"programs": 1, "finalists": 0, "workers": 1}

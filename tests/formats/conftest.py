@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import transformers
 
-from systolic.formats.hugging_face import reference
+from systolic.formats.hugging_face import reader
 from systolic.formats.probe import ParityInputs
 from systolic.formats.source import Source
 
@@ -16,10 +16,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compute(
         source: Source, probe: ParityInputs, rounded: str | None, texts: Sequence[str] = ()
-    ) -> reference.Reference:
-        model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
-        found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
-        words = reference.words(source.path, list(texts))
-        return reference.Reference(found, f"transformers {transformers.__version__}", words)
+    ) -> reader.Reference:
+        model = reader.opened(source.path, getattr(transformers, probe.loader), rounded)
+        found = reader.compute(model, dict(probe.theirs), list(probe.outputs))
+        words = reader.words(source.path, list(texts))
+        return reader.Reference(found, f"transformers {transformers.__version__}", words)
 
-    monkeypatch.setattr(reference, "reference", compute)
+    monkeypatch.setattr(reader, "reference", compute)

@@ -15,7 +15,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.comparison import compare
-from systolic.formats.hugging_face.reference import reference
+from systolic.formats.hugging_face.reader import reference
 from systolic.formats.hugging_face.writer import config_of, outgoing_model
 from systolic.formats.probe import of_text, outputs_of
 from systolic.formats.source import open_source

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.hugging_face import reference
+from systolic.formats.hugging_face import reader
 from systolic.formats.jobs import job_of
 from systolic.formats.source import open_source
 from tests.formats import folders
@@ -80,7 +80,7 @@ def test_parity_of_renamed_tensors_is_that_of_the_folder_itself(
 ) -> None:
     """transformers does not open such names, so the other side reads the tensors under its own."""
     path = renamed(tied, tmp_path / "m", NAMES[form])
-    found = reference.opened(path, transformers.AutoModelForCausalLM)
+    found = reader.opened(path, transformers.AutoModelForCausalLM)
     expected = load_file(tied / WEIGHTS)
     for name, tensor in found.state_dict().items():
         assert torch.equal(tensor, expected.get(name, expected["model.embed_tokens.weight"])), name

@@ -17,7 +17,7 @@ import transformers
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.formats.hugging_face.reference import impossible
+from systolic.formats.hugging_face.reader import impossible
 from systolic.formats.jobs import job_of
 from systolic.formats.peft import (
     ADAPTERS,

@@ -12,7 +12,7 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.options import Latent
-from systolic.steps.optimizer import is_matrix
+from systolic.steps.step_functions import is_matrix
 from tests.models.decoders import arrays, check_cache, module, program
 from tests.steps import tiny
 from tests.tiers import some

@@ -15,8 +15,7 @@ from systolic.job import Adapter, AdapterKind, Optimizer, OptimizerKind
 from systolic.models.adapters import A, B, inputs_of
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Latent, Mup
-from systolic.steps.optimizer import build, is_matrix
-from systolic.steps.step_functions import StepFunctions
+from systolic.steps.step_functions import StepFunctions, build, is_matrix
 from tests.steps import tiny
 from tests.tiers import some
 

@@ -6,7 +6,7 @@ from systolic.core.errors import SystolicError
 from systolic.forecasting import Forecast
 from systolic.job import Job
 from systolic.planning.candidate import Candidate
-from systolic.planning.evaluator import CandidateEvaluator
+from systolic.planning.search import CandidateEvaluator
 
 Answer = Callable[[Job, Candidate, bool], Forecast | SystolicError | None]
 """Forecast of a candidate, compiled in full or not; None where the compile never ends."""

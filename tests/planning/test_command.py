@@ -14,7 +14,7 @@ from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
-from systolic.planning import answer, command, fit_ladder
+from systolic.planning import command, fit_ladder
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.display import readings
@@ -72,7 +72,7 @@ SLICES = (slice("v5e-4"), slice("v5e-16"))
 
 
 def goal(**given: Any) -> Goal:
-    return answer.goal_of(fabricated.facts(), SLICES, answer.Wanted(**given))
+    return command.goal_of(fabricated.facts(), SLICES, command.Wanted(**given))
 
 
 def test_the_goal_is_the_jobs_own_work_unless_told() -> None:
@@ -103,8 +103,8 @@ def test_a_batch_per_device_is_said_to_differ() -> None:
 
 
 def test_freedom() -> None:
-    assert answer.freed("") == Freedom()
-    assert answer.freed("batch, precision") == Freedom(batch=True, precision=True)
+    assert command.freed("") == Freedom()
+    assert command.freed("batch, precision") == Freedom(batch=True, precision=True)
 
 
 def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:

@@ -7,7 +7,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.job import Remat
-from systolic.planning.scoring import Correction, likely
+from systolic.planning.enumeration import Correction, likely
 from systolic.planning.space import Freedom, candidates
 from tests.planning.jobs import decoder_job
 

@@ -11,7 +11,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.job import Layout
-from systolic.planning import answer
+from systolic.planning import command
 from systolic.planning.plan import Plan, SearchStop
 from systolic.planning.search import Search, SearchProgress, SearchStage
 from systolic.runs.plan_choice import read
@@ -71,7 +71,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
                 )
             return made
 
-        monkeypatch.setattr(answer, "searched", searched)
+        monkeypatch.setattr(command, "searched", searched)
         return main(["plan", "lm", *words, "--tokens", "20e9"])
 
     return run
@@ -111,7 +111,7 @@ def test_a_killed_search_leaves_the_best_so_far(
         if len(seen) == 2:
             raise SystemExit("killed")
 
-    monkeypatch.setattr(answer, "write_json", write)
+    monkeypatch.setattr(command, "write_json", write)
     with pytest.raises(SystemExit):
         planned(["--on", "v5e-64", "--goal", "pareto"])
     # The first result is the first best, the fifth the next.

@@ -14,7 +14,8 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job
-from systolic.planning import evaluator, goal
+from systolic.planning import goal
+from systolic.planning import search as search_module
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
 from systolic.planning.plan import SearchStop
@@ -198,9 +199,9 @@ def test_a_compiles_seconds_leave_out_the_queue(monkeypatch: pytest.MonkeyPatch)
         return asked[-1][1]
 
     now = iter([100.0, 103.5])
-    monkeypatch.setattr(evaluator.Pool, "submit", submit)
-    monkeypatch.setattr(evaluator.time, "monotonic", lambda: next(now))
-    compiling = evaluator.CompilingEvaluator(1)
+    monkeypatch.setattr(search_module.Pool, "submit", submit)
+    monkeypatch.setattr(search_module.time, "monotonic", lambda: next(now))
+    compiling = search_module.CompilingEvaluator(1)
     made = [compiling.submit(facts().job, one, full=False) for one in space()[:2]]
     asked[0][0]("compiling")
     for _, future in asked:

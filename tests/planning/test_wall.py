@@ -9,8 +9,7 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.job import Checkpoints
-from systolic.planning.answer import price_of
-from systolic.planning.command import slices_of
+from systolic.planning.command import price_of, slices_of
 from systolic.planning.display import readings
 from systolic.planning.display.page import render
 from systolic.planning.display.text import lines, text

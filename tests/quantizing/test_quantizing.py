@@ -36,9 +36,9 @@ from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.restored import restored_on_cpu
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.steps.input import evaluation
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
+from systolic.steps.programs import evaluation
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES

@@ -22,8 +22,7 @@ from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import PRESETS, ImageModel, image, network
 from systolic.runs import Run
 from systolic.steps.mesh import make_mesh
-from systolic.steps.optimizer import schedule
-from systolic.steps.step_functions import StepFunctions
+from systolic.steps.step_functions import StepFunctions, schedule
 from systolic.steps.target import MeshTarget
 from tests.tiers import some
 

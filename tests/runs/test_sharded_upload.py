@@ -21,7 +21,7 @@ from systolic.runs.remote import mirror, upload
 from systolic.runs.remote.sharded_upload import Part, rate
 from systolic.runs.remote.store import Objects, in_bucket
 from systolic.training import distributed
-from systolic.training.distributed.run import open_together, seen_by
+from systolic.training.session import open_together, seen_by
 from tests.buckets import s3_server
 from tests.runs.test_mirror import JOB, Machines, names, save, sender
 

@@ -22,9 +22,9 @@ from systolic.job import (
     ScheduleKind,
 )
 from systolic.runs.tree import flatten
-from systolic.steps.optimizer import build, schedule
 from systolic.steps.programs import jit_train
 from systolic.steps.sharding import optimizer_specs
+from systolic.steps.step_functions import build, schedule
 from tests.steps import tiny
 from tests.tiers import some
 

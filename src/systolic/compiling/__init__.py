@@ -1,14 +1,15 @@
 """Ahead-of-time compiles for a described slice, in a child process, kept in a content-addressed store."""
 
-from systolic.compiling.compile import Compiler, compile
-from systolic.compiling.outcome import Compiled, Failed, Outcome, Rejected
-from systolic.compiling.program import (
+from systolic.compiling.compile import (
+    Compiler,
     FunctionProgram,
     JobProgram,
     PagedProgram,
     Program,
     ServingProgram,
+    compile,
 )
+from systolic.compiling.outcome import Compiled, Failed, Outcome, Rejected
 from systolic.compiling.traced import StepKind
 
 __all__ = [

@@ -28,7 +28,6 @@ from systolic.forecasting.text import forecast_module
 from systolic.hlo import parse
 from systolic.job import Job
 from systolic.planning.analytic import facts_of
-from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.fit_ladder import Attempt, find_fit
 from systolic.planning.goal import compiles_at_once
 from systolic.planning.plan import Trial
@@ -41,7 +40,7 @@ from systolic.planning.remedies import (
     changes,
     try_all,
 )
-from systolic.planning.search import SearchProgress
+from systolic.planning.search import CompilingEvaluator, OpenEvaluator, SearchProgress
 from systolic.recipes import Recipe
 from systolic.runs.plan_choice import apply
 from systolic.sim.incomplete import NOTHING, Given

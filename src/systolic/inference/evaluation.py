@@ -23,7 +23,7 @@ def never(done: int) -> bool:
 
 def num_batches(job: Job, steps: "StepFunctions", split: Split, examples: int = 0) -> int | None:
     """Batches of an evaluation that reads at most so many ``examples`` (0: all); ``None`` where that is unknown before reading."""
-    from systolic.steps.input import evaluation_rows
+    from systolic.steps.programs import evaluation_rows
 
     rows, size = evaluation_rows(job, steps), job.data.size(split)
     needed = -(-examples // rows)
@@ -67,7 +67,7 @@ def evaluate(
     """
     import jax
 
-    from systolic.steps.input import evaluation
+    from systolic.steps.programs import evaluation
 
     feed = evaluation(job, steps, split, examples)
     total: Any = None

@@ -395,8 +395,7 @@ class TrainedModel:
         """
         from systolic.data.input_files import FILES
         from systolic.inference.evaluation import check_data, evaluate, split_of, splits
-        from systolic.steps.input import evaluation_rows
-        from systolic.steps.programs import jit_evaluate
+        from systolic.steps.programs import evaluation_rows, jit_evaluate
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
         wanted = split if split is None or isinstance(split, Split) else split_of(split)

@@ -11,10 +11,16 @@ from systolic.core.units import dollars, plural
 from systolic.job import Batch, Layout, OptimizerKind
 from systolic.planning.analytic import Facts
 from systolic.planning.candidate import Candidate, differences
-from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.goal import Goal, Objective
 from systolic.planning.plan import Plan, SearchStop, Trial, reason_of, size
-from systolic.planning.search import Limits, Search, SearchProgress, Watch
+from systolic.planning.search import (
+    CompilingEvaluator,
+    Limits,
+    OpenEvaluator,
+    Search,
+    SearchProgress,
+    Watch,
+)
 from systolic.planning.space import RefusalRule, Refused, global_batch
 
 FIRST = 8

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.planning.analytic import capacity
+from systolic.planning.enumeration import Judge, Ranked
 from systolic.planning.plan import Trial
-from systolic.planning.scoring import Judge, Ranked
 
 MAY_FIT = 1.5
 """Ratio of the estimated need to the memory up to which a layout that was not compiled may fit."""

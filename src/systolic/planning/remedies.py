@@ -24,10 +24,9 @@ from systolic.planning.candidate import (
     layout_change,
     together,
 )
-from systolic.planning.evaluator import CandidateEvaluator, PendingForecast
 from systolic.planning.goal import Goal, Limits, Objective
 from systolic.planning.plan import Trial
-from systolic.planning.search import Search, SearchProgress
+from systolic.planning.search import CandidateEvaluator, PendingForecast, Search, SearchProgress
 from systolic.planning.space import NAMED, Freedom, check, narrower
 
 GAIN = 0.005

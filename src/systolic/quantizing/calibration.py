@@ -211,7 +211,7 @@ def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, An
 
 def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
     """The first batches of the training data, or of data at a path as ``systolic eval --path`` takes it."""
-    from systolic.steps.input import evaluation
+    from systolic.steps.programs import evaluation
 
     job = model.job_on(path)
     split = Split.train if path is None else splits(job, None)[0]

@@ -140,7 +140,7 @@ class Measure:
     @property
     def _rows(self) -> int:
         """Examples of a batch."""
-        from systolic.steps.input import evaluation_rows
+        from systolic.steps.programs import evaluation_rows
 
         return evaluation_rows(self.job, self.model.setup.steps)
 

@@ -13,7 +13,7 @@ from systolic.core.errors import DataError
 from systolic.job import Job, Split, Task
 from systolic.job.model import Mean
 from systolic.models.quantized.activation_stats import watch
-from systolic.steps.input import evaluation
+from systolic.steps.programs import evaluation
 from systolic.steps.step_functions import StepFunctions
 
 

@@ -21,7 +21,7 @@ from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
 from systolic.setup import Setup
-from systolic.steps.input import training
+from systolic.steps.programs import training
 from systolic.steps.state import TrainState
 from systolic.steps.step_functions import Batch, StepFunctions
 from systolic.training import distributed

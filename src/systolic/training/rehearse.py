@@ -22,9 +22,8 @@ from systolic.job import Batch, Job, Split
 from systolic.runs import CheckpointStore
 from systolic.runs.weights import plain_parameters
 from systolic.setup import Setup, set_up
-from systolic.steps.input import evaluation_rows, training
 from systolic.steps.machine import LocalDevices
-from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.programs import evaluation_rows, jit_evaluate, jit_train, training
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate

@@ -21,7 +21,6 @@ from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, read_record, types_of
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
-from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger
 from systolic.training.resume_checks import agreed, check_resume, flat
 from systolic.training.session import (
@@ -34,6 +33,7 @@ from systolic.training.session import (
     expected,
     fewer_devices,
     load_step,
+    open_together,
     run_session,
     with_initial,
 )

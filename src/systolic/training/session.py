@@ -1,5 +1,10 @@
-"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step."""
+"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step.
 
+Runs of multi-process jobs: process 0 creates or opens the run for writing, the others read it.
+"""
+
+import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +24,8 @@ from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, read_record
 from systolic.runs.plan_choice import Chosen
 from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.store import in_bucket
 from systolic.runs.run import JOB, Run
-from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -28,6 +33,81 @@ if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
     from systolic.forecasting.profiled import Beside
     from systolic.setup import Setup
+
+
+def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: str) -> Run:
+    """Opens a run for writing in process 0 and for reading in the others. Collective.
+
+    A run in a bucket has one local copy per cache folder; one process per copy uploads its part.
+
+    Args:
+        path: Path of the run, as given by the user.
+        begin: Creates or opens the run in process 0.
+        verb: Verb for messages about ``begin``.
+
+    Raises:
+        RunError: another process failed to open it.
+    """
+    from systolic.training import distributed
+
+    if not distributed.joined():
+        return begin(None)
+    part = share_of(path)
+    run: Run | None = None
+    if distributed.is_first():
+        try:
+            run = begin(part)
+        except Exception:
+            distributed.share("")
+            raise
+    shared = distributed.share("" if run is None else str(run.path))
+    if not shared:
+        raise RunError(f"process 0 could not {verb} the run; see its error message")
+    if part is None:
+        return run or Run.open(shared if path is None or in_bucket(path) else path)
+    failed = ""
+    if run is None and part.leads:
+        try:
+            run = Run.open(str(path), part=part)
+        except SystolicError as error:
+            failed = str(error)
+    for index, text in enumerate(distributed.exchange(failed)):
+        if text:
+            if run is not None:
+                run.close(waits=False)
+            raise RunError(f"process {index} could not open its copy of the run: {text}")
+    return run or Run.open(_copy(path), part=part)
+
+
+def share_of(path: Path | None) -> Part | None:
+    """Part that this process holds of a run in a bucket; None if all processes share one local copy."""
+    from systolic.training import distributed
+
+    if not distributed.several() or path is None or in_bucket(path) is None:
+        return None
+    leaders = seen_by(_copy(path).parent, distributed.exchange)
+    session = distributed.share(uuid.uuid4().hex)
+    if not any(leaders):
+        return None
+    return Part(index=distributed.peers().index, leaders=tuple(leaders), session=session)
+
+
+def seen_by(folder: Path, exchange: Callable[[str], list[str]]) -> list[int]:
+    """For each process, the first process that shares its folder. Collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = folder / f".seen-{uuid.uuid4().hex}"
+    mine.touch()
+    try:
+        seen = [(folder / name).exists() for name in exchange(mine.name)]
+        return [int(text) for text in exchange(json.dumps(seen.index(True)))]
+    finally:
+        mine.unlink()
+
+
+def _copy(path: Path | None) -> Path:
+    folder = None if path is None else in_bucket(path)
+    assert folder is not None
+    return folder.copy
 
 
 def expected(chosen: Chosen | None) -> Any:

@@ -22,7 +22,7 @@ from systolic.runs import Run
 from systolic.runs.checkpoint import Restored
 from systolic.runs.weights import plain_parameters
 from systolic.setup import Setup, computed_in
-from systolic.steps.input import training
+from systolic.steps.programs import training
 from systolic.training import distributed
 from systolic.training.checkpointing import Checkpointer, TrainingProgress
 from systolic.training.distributed.consistency import (

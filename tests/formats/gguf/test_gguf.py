@@ -17,7 +17,7 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.prompts import Prompts
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.formats.gguf import tokenizer as gguf_tokenizer
-from systolic.formats.hugging_face.reference import impossible
+from systolic.formats.hugging_face.reader import impossible
 from systolic.formats.jobs import job_of
 from systolic.formats.source import TransformersSource, open_source
 from systolic.job import Sampling

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from systolic.compiling.program import JobProgram
+from systolic.compiling.compile import JobProgram
 from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Job

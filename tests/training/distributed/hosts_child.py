@@ -16,8 +16,8 @@ from systolic.data.arrays import Arrays
 from systolic.data.host_shard import first_reader
 from systolic.job import Job, Layout, Read, Split
 from systolic.setup import Setup, first_state, set_up
-from systolic.steps.input import evaluation, training
 from systolic.steps.machine import LocalDevices
+from systolic.steps.programs import evaluation, training
 from systolic.training import distributed
 from tests.steps import tiny
 

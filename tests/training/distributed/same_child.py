@@ -22,7 +22,7 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.packing import Packing
 from systolic.job import Data, Layout, Read, Split
 from systolic.setup import set_up
-from systolic.steps.input import training
+from systolic.steps.programs import training
 from systolic.training import distributed
 from systolic.training.distributed.consistency import (
     SameBatches,
