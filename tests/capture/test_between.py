@@ -1,6 +1,7 @@
 """What lies between the calls of a step, beside their arguments and outside of them all; with the real compiler."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -245,6 +246,41 @@ def test_donation_of_a_program_that_is_compiled_ahead_beside_a_batch_of_the_host
     assert (
         made.memory.by_kind[HELD] == 4 * MIB
     )  # what the program drops; what it donates is a result
+
+
+REPORTING = """
+import functools, json
+
+w, batch = jnp.zeros((2048, 2048)), jnp.zeros((4096, 2048))
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(w, batch):
+    return w - jax.grad(lambda w: ((jnp.tanh(batch @ w) @ w.T) ** 2).mean())(w)
+
+compiled = step.lower(w, batch).compile()
+memory = compiled.memory_analysis()
+kinds = ("argument", "output", "alias", "temp", "generated_code")
+print(json.dumps({kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}))
+for _ in range(10):
+    w = (step if sys.argv[1] == "jit" else compiled)(w, batch)
+"""
+
+
+@pytest.mark.parametrize("called", ["jit", "compiled"])
+def test_memory_that_a_program_asks_for_takes_one_compile_to_the_schedule(
+    called: str, tmp_path: Path, capfd
+) -> None:
+    made = forecast_of(REPORTING, "v5e-1", tmp_path, called)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("{"))
+    memory = json.loads(line)
+    # By hand: 16 MiB of weights, which are donated, and 32 of a batch; no code is generated before the schedule.
+    assert (memory["argument"], memory["output"], memory["alias"]) == (48 * MIB, 16 * MIB, 16 * MIB)
+    assert made.memory is not None
+    assert memory["argument"] + memory["temp"] == pytest.approx(made.memory.peak_bytes, abs=1 << 16)
+    assert memory["generated_code"] == 0
+    # The step is the program that was compiled for its memory: it is not compiled again.
+    folders = [path.name for path in (tmp_path / "answer").iterdir() if path.is_dir()]
+    assert folders == ["analysed0"]
 
 
 # By hand, without a compiler

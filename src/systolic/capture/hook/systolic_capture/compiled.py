@@ -5,7 +5,18 @@ import functools
 import jax
 from jax._src import core
 
-from systolic_capture import arrays, bridge, calls, dispatch, flops, memory, report, shardings
+from systolic_capture import (
+    arrays,
+    bridge,
+    buffers,
+    calls,
+    compiling,
+    dispatch,
+    flops,
+    memory,
+    report,
+    shardings,
+)
 
 
 class Lowered:
@@ -129,19 +140,37 @@ class CapturedCompiled:
         try:
             return self._compile()
         except Exception as error:
-            reason = " ".join(str(error).split())[:160]
-            calls.note(
-                f"the program asked for the compiler's analysis of {self._call.name} and was given none: compiling it failed ({reason})"
-            )
+            self._note_refusal(str(error))
             return None
+
+    def _note_refusal(self, reason):
+        reason = " ".join(reason.split())[:160]
+        calls.note(
+            f"the program asked for the compiler's analysis of {self._call.name} and was given none: compiling it failed ({reason})"
+        )
 
     def cost_analysis(self):
         """The compiler's, in the form of this jax."""
         return self._compiled.cost_analysis() if self._compiled else {}
 
     def memory_analysis(self):
-        """The compiler's, in the form of this jax."""
-        return self._compiled.memory_analysis() if self._compiled else None
+        """The compiler's, in the form of this jax; of a quick capture its buffers, which are assigned before code is generated."""
+        if not report.request().get("quick") or "_compiled" in vars(self):
+            return self._compiled.memory_analysis() if self._compiled else None
+        return self._assigned
+
+    @functools.cached_property
+    def _assigned(self):
+        """Memory of the scheduled program; None where the compiler refuses it."""
+        report.say(stage=f"compiling {self._call.name}, whose memory the program asks for")
+        try:
+            refused, folder = compiling.analysed(self._call)
+        except Exception as error:
+            refused = str(error)
+        if refused:
+            self._note_refusal(refused)
+            return None
+        return buffers.memory_stats(folder)
 
     def as_text(self):
         """The program as it was lowered, or compiled where it is."""
