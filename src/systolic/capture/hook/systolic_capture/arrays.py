@@ -27,14 +27,18 @@ def is_slice_array(value):
 
 
 def serials(values):
-    """Numbers and bytes of the large arrays among some values: another array has another number."""
+    """Numbers and bytes of the large arrays among some values: another array has another number.
+
+    Keys of random numbers have no ``nbytes`` in jax 0.5.
+    """
     import jax
 
     placed = (array for array in values if is_slice_array(array) or isinstance(array, jax.Array))
-    large = (array for array in placed if array.nbytes > LARGE_BYTES)
+    sizes = ((array, array.size * array.dtype.itemsize) for array in placed)
     return [
-        (array.serial if is_slice_array(array) else _serial_on_host(array), array.nbytes)
-        for array in large
+        (array.serial if is_slice_array(array) else _serial_on_host(array), size)
+        for array, size in sizes
+        if size > LARGE_BYTES
     ]
 
 
