@@ -284,6 +284,31 @@ def test_memory_that_a_program_asks_for_takes_one_compile_to_the_schedule(
     assert folders == ["analysed0"]
 
 
+AVERAGING = """
+w, mean, batch = jnp.zeros((1024, 1024)), jnp.zeros((1024, 1024)), jnp.zeros((1024, 1024))
+
+@jax.jit
+def step(w, batch):
+    return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w)
+
+@jax.jit
+def average(mean, w):
+    return 0.9 * mean + 0.1 * w
+
+for _ in range(10):
+    w = step(w, batch)
+    mean = average(mean, w)
+"""
+
+
+def test_small_programs_do_not_wait_for_the_code_of_large_ones(tmp_path: Path) -> None:
+    made = forecast_of(AVERAGING, "v5e-1", tmp_path)
+    assert made.recipe == "step + average"
+    events = map(json.loads, (tmp_path / "answer" / "events.jsonl").read_text().splitlines())
+    stages = [event["stage"] for event in events if event.get("stage", "").startswith("compiling")]
+    assert stages == ["compiling average", "compiling step"]
+
+
 # By hand, without a compiler
 
 
