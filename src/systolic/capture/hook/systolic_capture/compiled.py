@@ -10,7 +10,6 @@ from systolic_capture import (
     bridge,
     buffers,
     calls,
-    compiling,
     dispatch,
     flops,
     memory,
@@ -140,37 +139,37 @@ class CapturedCompiled:
         try:
             return self._compile()
         except Exception as error:
-            self._note_refusal(str(error))
+            reason = " ".join(str(error).split())[:160]
+            calls.note(
+                f"the program asked for the compiler's analysis of {self._call.name} and was given none: compiling it failed ({reason})"
+            )
             return None
-
-    def _note_refusal(self, reason):
-        reason = " ".join(reason.split())[:160]
-        calls.note(
-            f"the program asked for the compiler's analysis of {self._call.name} and was given none: compiling it failed ({reason})"
-        )
 
     def cost_analysis(self):
         """The compiler's, in the form of this jax."""
         return self._compiled.cost_analysis() if self._compiled else {}
 
     def memory_analysis(self):
-        """The compiler's, in the form of this jax; of a quick capture its buffers, which are assigned before code is generated."""
-        if not report.request().get("quick") or "_compiled" in vars(self):
-            return self._compiled.memory_analysis() if self._compiled else None
-        return self._assigned
+        """The compiler's, in the form of this jax; of a quick capture the arguments and results as lowered."""
+        if report.request().get("quick") and "_compiled" not in vars(self):
+            return self._as_lowered
+        return self._compiled.memory_analysis() if self._compiled else None
 
     @functools.cached_property
-    def _assigned(self):
-        """Memory of the scheduled program; None where the compiler refuses it."""
-        report.say(stage=f"compiling {self._call.name}, whose memory the program asks for")
-        try:
-            refused, folder = compiling.analysed(self._call)
-        except Exception as error:
-            refused = str(error)
-        if refused:
-            self._note_refusal(refused)
-            return None
-        return buffers.memory_stats(folder)
+    def _as_lowered(self):
+        """Memory that is known before the compile, which would take libtpu until all code of the program is generated."""
+        calls.note(
+            f"the program asked for the memory of {self._call.name} and was given that of its arguments and results, with no temporaries; without --quick it is compiled for it"
+        )
+        kept = self._lowered._lowering.compile_args.get("kept_var_idx")
+        infos = jax.tree.leaves(self._lowered.args_info)
+        infos = [info for n, info in enumerate(infos) if kept is None or n in kept]
+        places = jax.tree.leaves(self.input_shardings)
+        results = jax.tree.leaves(self._lowered.out_info)
+        return buffers.MemoryStats(
+            [(info, where, info.donated) for info, where in zip(infos, places, strict=True)],
+            zip(results, jax.tree.leaves(self.output_shardings), strict=True),
+        )
 
     def as_text(self):
         """The program as it was lowered, or compiled where it is."""

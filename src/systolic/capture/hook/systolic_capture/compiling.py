@@ -19,15 +19,11 @@ MOST_BESIDE = 2
 """Programs beside the step that are compiled since they may not fit."""
 MOST_HELD = 1000
 """Calls beside which different bytes are held, the largest of them, of which each device's are added up."""
-OF_A_LOWERING = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-"""What a lowering gives the compiler beside its module, its devices and the options."""
 POLL_SECONDS = 0.1
 AT_ONCE = 8
 """Threads that compile: a program of which the schedule is enough goes on compiling while the next begins."""
 
 _tasks = queue.Queue()
-_analysed = []
-"""Programs whose analysis was asked for before the step was known: lowering, options, text, refusal and folder of each."""
 
 
 def _work():
@@ -150,9 +146,11 @@ def _program(call, number):
     lowering = time.monotonic() - began
     devices = calls.device_assignment(lowered)
     _on_first_slice(lowered, devices)
+    folder = os.path.join(report.FOLDER, f"dump{number}")
+    os.makedirs(folder)
     report.say(stage=f"compiling {call.name}")
     began = time.monotonic()
-    text, refused, folder = _scheduled(lowered, getattr(call, "options", {}), f"dump{number}")
+    text, refused = _compiled(lowered, getattr(call, "options", {}), folder)
     path = os.path.join(report.FOLDER, f"program{number}.txt")
     with open(path, "w") as file:
         file.write(text)
@@ -206,44 +204,6 @@ def _mesh(call, devices):
         if tuple(mesh.devices.flat) == tuple(devices):
             return {str(name): int(size) for name, size in mesh.shape.items()}
     return {}
-
-
-def analysed(call):
-    """Compiles a program for the analysis that the program under capture asks for; its step may be the same program.
-
-    Returns:
-        The compiler's words where it did not fit, and the folder of its dump.
-    """
-    lowered, options = call.lower(), call.options
-    _on_first_slice(lowered, calls.device_assignment(lowered))
-    text, refused, folder = _scheduled(lowered, options, f"analysed{len(_analysed)}")
-    _analysed.append((lowered, options, text, refused, folder))
-    return refused, folder
-
-
-def _scheduled(lowered, options, name):
-    """The scheduled module, the compiler's words where it did not fit, and the folder of its dump: of this name, or of an analysis."""
-    for earlier, earlier_options, *schedule in _analysed:
-        if earlier_options == options and _is_alike(earlier, lowered):
-            return schedule
-    folder = os.path.join(report.FOLDER, name)
-    os.makedirs(folder)
-    return [*_compiled(lowered, options, folder), folder]
-
-
-def _is_alike(one, other):
-    """Whether two lowerings are one program for the compiler."""
-
-    def beside_module(lowering):
-        options = getattr(lowering, "_compiler_options_kvs", ())
-        placed = [lowering.compile_args.get(name) for name in OF_A_LOWERING]
-        return [options, calls.device_assignment(lowering), *placed]
-
-    if one is other:
-        return True
-    return beside_module(one) == beside_module(other) and str(one.stablehlo()) == str(
-        other.stablehlo()
-    )
 
 
 def _compiled(lowered, options, folder):
