@@ -33,7 +33,10 @@ def is_slice_array(value):
 
 
 def serials(values):
-    """Numbers and bytes of the large arrays among some values: another array has another number."""
+    """Numbers and bytes of the large arrays among some values: another array has another number.
+
+    Keys of random numbers have no ``nbytes`` in jax 0.5.
+    """
     import jax
 
     placed = (array for array in values if is_slice_array(array) or isinstance(array, jax.Array))

@@ -1,6 +1,8 @@
 """Results of ``jitted.lower(...).compile()`` for the program; imported once jax is there."""
 
+import collections
 import functools
+import math
 
 import jax
 from jax._src import core
@@ -152,8 +154,26 @@ class CapturedCompiled:
         return self._compiled.cost_analysis() if self._compiled else {}
 
     def memory_analysis(self):
-        """The compiler's, in the form of this jax."""
+        """The compiler's, in the form of this jax; of a quick capture the arguments and results as lowered."""
+        if report.request().get("quick") and "_compiled" not in vars(self):
+            return self._as_lowered
         return self._compiled.memory_analysis() if self._compiled else None
+
+    @functools.cached_property
+    def _as_lowered(self):
+        """Memory that is known before the compile, which would take libtpu until all code of the program is generated."""
+        calls.note(
+            f"the program asked for the memory of {self._call.name} and was given that of its arguments and results, with no temporaries; without --quick it is compiled for it"
+        )
+        kept = self._lowered._lowering.compile_args.get("kept_var_idx")
+        infos = jax.tree.leaves(self._lowered.args_info)
+        infos = [info for n, info in enumerate(infos) if kept is None or n in kept]
+        places = jax.tree.leaves(self.input_shardings)
+        results = jax.tree.leaves(self._lowered.out_info)
+        return MemoryStats(
+            [(info, where, info.donated) for info, where in zip(infos, places, strict=True)],
+            zip(results, jax.tree.leaves(self.output_shardings), strict=True),
+        )
 
     def as_text(self):
         """The program as it was lowered, or compiled where it is."""
@@ -175,3 +195,41 @@ class CapturedCompiled:
         """Shardings of the results as lowered."""
         infos, tree = jax.tree.flatten(self._lowered.out_info)
         return jax.tree.unflatten(tree, self._call.places or self._places([], infos))
+
+
+class MemoryStats:
+    """Bytes on a device of a program that is lowered, as ``CompiledMemoryStats`` names them: its code and temporaries are not known."""
+
+    generated_code_size_in_bytes = host_generated_code_size_in_bytes = 0
+    temp_size_in_bytes = host_temp_size_in_bytes = 0
+    serialized_buffer_assignment_proto = b""
+
+    def __init__(self, arguments, results):
+        """
+        Args:
+            arguments: Each with its sharding, and whether it is donated.
+            results: Each with its sharding.
+        """
+        sizes, donated = collections.Counter(), collections.Counter()
+        for value, where, gone in arguments:
+            place, size = _part(value, where)
+            sizes[place, "argument"] += size
+            donated[place, size, value.dtype] += gone
+        for value, where in results:
+            place, size = _part(value, where)
+            sizes[place, "output"] += size
+            if donated[place, size, value.dtype] > 0:
+                donated[place, size, value.dtype] -= 1
+                sizes[place, "alias"] += size
+        for place in ("", "host_"):
+            for kind in ("argument", "output", "alias"):
+                setattr(self, f"{place}{kind}_size_in_bytes", sizes[place, kind])
+        kept = self.argument_size_in_bytes + self.output_size_in_bytes
+        self.peak_memory_in_bytes = kept - self.alias_size_in_bytes
+
+
+def _part(value, where):
+    """The memory that an array lies in, and the bytes of a device's part of it."""
+    shape = where.shard_shape(value.shape) if hasattr(where, "shard_shape") else value.shape
+    host = str(getattr(where, "memory_kind", None)).endswith("host")
+    return "host_" if host else "", math.prod(shape) * value.dtype.itemsize

@@ -69,17 +69,19 @@ def answer(step, ended):
 def _answer(step, ended):
     entries = calls.entries_of(step)
     distinct = list({entry.call.key: entry.call for entry in entries}.values())
-    programs = [_program(call, number) for number, call in enumerate(distinct)]
+    rare = [calls.entry(number).call for number, *_ in step.periodic]
+    compiled = _programs([*distinct, *rare])
+    programs = compiled[: len(distinct)]
     for call, program in zip(distinct, programs, strict=True):
         times = sum(entry.call is call for entry in entries)
         program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
     for lines in (calls.of_other_shapes, calls.traced_anew, calls.closing_over):
         calls.cautions += lines(distinct)
     periodic = []
-    for number, count, every in step.periodic:
-        entry = calls.entry(number)
-        program = _program(entry.call, len(programs) + len(periodic))
-        held = _held(entry.call, program.pop("ids"))
+    for call, program, (_, count, every) in zip(
+        rare, compiled[len(distinct) :], step.periodic, strict=True
+    ):
+        held = _held(call, program.pop("ids"))
         periodic.append({**program, "calls": count, "every": every, "held": held})
     known = {entry.call.key for entry in entries} | {
         calls.entry(number).call.key for number, *_ in step.periodic
@@ -129,6 +131,15 @@ def _held(call, ids):
         held = sorted(held, key=lambda places: -sum(size for _, size in places))[:MOST_HELD]
     sizes = [memory.on_devices(dict(places), ids, others, host_of) for places in held]
     return {name: max(size[name] for size in sizes) for name in sizes[0]}
+
+
+def _programs(several):
+    """Programs of calls, in their order. The smallest is compiled first: libtpu begins none while it generates code for a large one."""
+    programs = {}
+    sizes = [(call.flops, call.eqns, number) for number, call in enumerate(several)]
+    for *_, number in sorted(sizes):
+        programs[number] = _program(several[number], number)
+    return [programs[number] for number in range(len(several))]
 
 
 def _program(call, number):
