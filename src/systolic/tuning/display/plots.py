@@ -191,16 +191,13 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     axes.append(CoordinateAxis(100.0, aim.name, figures.label(aim.name), low, high))
     lines = []
     for rank, row in reversed(list(enumerate(best_first))):
-        places = [(i / count, _place(option, row)) for i, option in enumerate(study.searched)] + [
-            (1.0, _share(row, aim, y))
-        ]
+        places = [
+            (i / count, option.place(row.values[option.name]))
+            for i, option in enumerate(study.searched)
+        ] + [(1.0, _share(row, aim, y))]
         tone = min(rank * TONES // len(best_first), TONES - 1)
         lines.append(CoordinateLine(charts.across(places), f"t{tone}", _text(study, row)))
     return Coordinates(axes=axes, lines=lines)
-
-
-def _place(option: Searched, row: TrialRow) -> float:
-    return option.place(row.values[option.name])
 
 
 def _share(row: TrialRow, aim: Aim, y: PlotAxis) -> float:
