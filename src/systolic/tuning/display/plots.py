@@ -74,14 +74,10 @@ def slices(study: StudyResult) -> list[Plot]:
     """The first objective against each option; empty without a result."""
     if not study.done:
         return []
-    y = _usual_axis(study)
-    return [_slice(study, option, y) for option in study.searched]
-
-
-def _usual_axis(study: StudyResult) -> PlotAxis:
-    """Axis of the first objective that outliers do not stretch."""
+    # Axis of the first objective that outliers do not stretch.
     aim = study.aims[0]
-    return _axis(study, aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
+    y = _axis(study, aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
+    return [_slice(study, option, y) for option in study.searched]
 
 
 def _slice(study: StudyResult, option: Searched, y: PlotAxis) -> Plot:
