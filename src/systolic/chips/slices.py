@@ -165,7 +165,11 @@ def slice(name: str) -> Slice:
         if number not in sizes:
             _refuse_number(name, known, number, list(sizes), count)
         return _of_shape(name, known, rule.shape(sizes[number]), count)
-    _refuse_name(name, body, count)
+    names = [alias for c in chips() for alias in (c.name, *c.aliases)]
+    near = _most_alike(body, names)
+    nearest = "" if near is None else (near if count == 1 else f"{count}x{near}")
+    hint = f"; did you mean {nearest}?" if nearest else "; a name is like v5e-16, 8xh100 or cpu;"
+    raise NotFoundError(f"{name} is not the name of a slice{hint} {_HELP}")
 
 
 def named_slices(known: Chip) -> list[Slice]:
@@ -282,14 +286,6 @@ def _refuse_number(
         f"{typed} is not a slice: {known.name} names count {rule.counts.value}, "
         f"{few} … {sizes[-1]}; did you mean {near}? {_HELP}"
     )
-
-
-def _refuse_name(typed: str, body: str, count: int) -> NoReturn:
-    names = [alias for c in chips() for alias in (c.name, *c.aliases)]
-    near = _most_alike(body, names)
-    nearest = "" if near is None else (near if count == 1 else f"{count}x{near}")
-    hint = f"; did you mean {nearest}?" if nearest else "; a name is like v5e-16, 8xh100 or cpu;"
-    raise NotFoundError(f"{typed} is not the name of a slice{hint} {_HELP}")
 
 
 def _most_alike(name: str, names: Sequence[str]) -> str | None:

@@ -150,7 +150,13 @@ class _VerbRead(Generic[VerbOptions]):
             OptionError: an option is missing, unknown or out of its range.
         """
         recipe, rest, prog = self.recipe, self.rest, self.prog
-        function = _with_defaults(recipe, saved)
+        function = _function(
+            [
+                p.replace(default=saved[name]) if name in saved else p
+                for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
+            ],
+            inspect.getdoc(recipe.function) or "",
+        )
         names = option_names(function) | self.names
         takes = "a run made from a Job takes steps and layout only" if recipe.of_job else ""
         if recipe.file is None:
@@ -278,17 +284,6 @@ def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
             print(f"systolic: {dashed(name)} is now called {now}; use that name", file=sys.stderr)
         words.append(word if now is None else f"{now}{equals}{value}")
     return words
-
-
-def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., None]:
-    """A function with a recipe's parameters, of which those in ``saved`` have its values as defaults."""
-    return _function(
-        [
-            p.replace(default=saved[name]) if name in saved else p
-            for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
-        ],
-        inspect.getdoc(recipe.function) or "",
-    )
 
 
 def _both(recipe: "Recipe", options: Callable[..., Any]) -> Callable[..., None]:
@@ -585,17 +580,12 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         return _answered(form, call)
 
 
-def _is_tested(choice: FormChoice) -> bool:
-    """Whether a test of the target alone chooses a form, whose options are then those of the verb's other forms."""
-    return isinstance(choice, ByTarget) and not choice.kind
-
-
 def _in_help(forms: Sequence[VerbForm]) -> list[VerbForm]:
     """Forms whose options the verb's help lists; of those with the same word the first."""
     listed = {
         form.word or form: form
         for form in reversed(forms)
-        if not form.usage and not _is_tested(form.choice)
+        if not form.usage and not (isinstance(form.choice, ByTarget) and not form.choice.kind)
     }
     return [form for form in forms if form in listed.values()]
 

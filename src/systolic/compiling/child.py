@@ -64,7 +64,10 @@ def main(folder: Path, desk: Path) -> int:
     import cloudpickle
 
     request: CompileRequest = cloudpickle.loads(_read_request())
-    _hide_own_lines()
+    # Has the source lines of ops be the user's: a function of a library alone has none, rather than ours.
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(str(Path(__file__).parent))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         return _compile(request, folder, desk / "dump")
@@ -94,13 +97,6 @@ def _told(error: Exception) -> str:
         file = "/".join(Path(last.filename).parts[-3:])
         text = f"raised without a text in {file}:{last.lineno}, {last.line}"
     return f"{type(error).__name__}: {text}"
-
-
-def _hide_own_lines() -> None:
-    """Has the source lines of ops be the user's: a function of a library alone has none, rather than ours."""
-    from jax._src import source_info_util
-
-    source_info_util.register_exclusion(str(Path(__file__).parent))
 
 
 def _place(error: Exception) -> str:

@@ -459,7 +459,10 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
         log,
     )
     try:
-        _send(process, message)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it crashed, and its output has the reason
+            process.stdin.write(len(message).to_bytes(8, "little") + message)
+            process.stdin.flush()
         last = _listen(process, say)
         code = process.wait()
     except BaseException:
@@ -487,13 +490,6 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
         return Failed(reason=reason, log=log, unknown_flag=flag)
     where = f" (at {last.where})" if last.where else ""
     return Failed(reason=f"{_first_line(last.text)}{where}", log=log)
-
-
-def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it crashed, and its output has the reason
-        process.stdin.write(len(request).to_bytes(8, "little") + request)
-        process.stdin.flush()
 
 
 def _listen(process: "subprocess.Popen[bytes]", say: Say) -> ChildLine | None:

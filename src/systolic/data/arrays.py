@@ -157,7 +157,14 @@ class Arrays(Data):
         arrays = self.held.splits().get(read.split, {})
         fields = self.fields()
         if arrays:
-            _agree(read.split, arrays, fields)
+            for name in fields.keys() | arrays.keys():
+                array, declared = arrays.get(name), fields.get(name)
+                have = None if array is None else (array.shape[1:], str(array.dtype))
+                want = None if declared is None else (tuple(declared.shape), declared.dtype)
+                if have != want:
+                    raise DataError(
+                        f"{read.split.value} array {name!r} is {_shown(have)} an example but the data's fields say {_shown(want)}; make them agree"
+                    )
         return open_table(ArrayTable(arrays), read, fields, fill={"label": -1, "targets": -1})
 
     def labels(self) -> tuple[str, ...]:
@@ -228,17 +235,6 @@ def _narrowed(split: str, name: str, array: "np.ndarray") -> "np.ndarray":
                 f"{split} array {name!r} holds {low}..{high}, more than {narrow} does; make its numbers smaller"
             )
     return array.astype(narrow)
-
-
-def _agree(split: Split, arrays: "Mapping[str, np.ndarray]", fields: Mapping[str, Field]) -> None:
-    for name in fields.keys() | arrays.keys():
-        array, declared = arrays.get(name), fields.get(name)
-        have = None if array is None else (array.shape[1:], str(array.dtype))
-        want = None if declared is None else (tuple(declared.shape), declared.dtype)
-        if have != want:
-            raise DataError(
-                f"{split.value} array {name!r} is {_shown(have)} an example but the data's fields say {_shown(want)}; make them agree"
-            )
 
 
 def _shown(kind: tuple[tuple[int, ...], str] | None) -> str:

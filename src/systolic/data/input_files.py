@@ -168,7 +168,7 @@ class TableInputs:
         if not path.is_file():
             raise NotFoundError(f"{path} is not a file{nearest_file(path)}; check the path")
         if path.suffix.lower() in ARRAYS:
-            yield from self._of_arrays(path)
+            yield from InputFiles(inputs=self.fields, unread=self.unread).examples(path)
         elif path.suffix.lower() in LINES:
             for place, row in _lines(path):
                 yield self._of_row(place, row)
@@ -252,10 +252,6 @@ class TableInputs:
                 for first in (0, 1)
             ]
         return next((form for form in forms if set(form) <= set(header)), None)
-
-    def _of_arrays(self, path: Path) -> "Iterator[dict[str, np.ndarray]]":
-
-        yield from InputFiles(inputs=self.fields, unread=self.unread).examples(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

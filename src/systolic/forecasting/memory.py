@@ -239,7 +239,13 @@ def _owners(
         case _ if opcode in UPDATES:
             return tuple(_all(owners.get(name, ())) for name in buffers_of(instruction))
         case _ if opcode.endswith("-done"):
-            return _of_done(computation, instruction, inputs)
+            # The result of an asynchronous op: the part of its start that is new.
+            start = computation.index.get(instruction.operands[0]) if instruction.operands else None
+            if start is None or not start.opcode.endswith("-start") or not inputs[0]:
+                return (_union(inputs),)
+            if start.opcode == "all-reduce-start":
+                return inputs[0]
+            return (inputs[0][min(_new_part(start), len(inputs[0]) - 1)],)
         case "after-all" | "call" | "conditional":
             return (_union(inputs),)
     sizes = own_bytes(module, instruction)
@@ -253,16 +259,6 @@ def _owners(
         else:
             allocations.append(frozenset([(instruction.name, part)] if size else []))
     return tuple(allocations)
-
-
-def _of_done(computation: Computation, done: Instruction, inputs: Sequence[Owners]) -> Owners:
-    """The result of an asynchronous op: the part of its start that is new."""
-    start = computation.index.get(done.operands[0]) if done.operands else None
-    if start is None or not start.opcode.endswith("-start") or not inputs[0]:
-        return (_union(inputs),)
-    if start.opcode == "all-reduce-start":
-        return inputs[0]
-    return (inputs[0][min(_new_part(start), len(inputs[0]) - 1)],)
 
 
 def _new_part(start: Instruction) -> int:

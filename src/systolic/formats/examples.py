@@ -235,7 +235,9 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
 
         def windows_of(text: str, most: int) -> list[np.ndarray]:
             ids = _known(job, tokenizer.encode(text[: most * length * LETTERS]))
-            return _windows(ids, length)
+            # Windows of a text, int32[length] each; the text again and again where it is shorter than one.
+            count = max(len(ids) // length, 1)
+            return list(np.resize(ids, (count, length)).astype(np.int32))
 
         windows = np.stack(_of_texts(files, windows_of))
         return {TOKENS: windows, SEGMENTS: np.ones_like(windows)}
@@ -262,12 +264,6 @@ def _lines(text: str, most: int) -> list[str]:
     """The first lines of a text that have words."""
     lines = (line for line in text.splitlines() if line.strip())
     return list(islice(lines, most))
-
-
-def _windows(ids: np.ndarray, length: int) -> list[np.ndarray]:
-    """Windows of a text, int32[length] each; the text again and again where it is shorter than one."""
-    count = max(len(ids) // length, 1)
-    return list(np.resize(ids, (count, length)).astype(np.int32))
 
 
 def _stacked(examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:

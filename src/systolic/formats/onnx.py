@@ -175,18 +175,14 @@ def main() -> int:
     logging.disable(logging.WARNING)  # of plugins for libraries that are not installed
     request = json.loads((folder / REQUEST).read_bytes())
     try:
-        outcome = _work(folder, request)
+        convert(folder, request)
+        outcome = {"outputs": run(folder, request["calls"])}
     except Exception as error:
         traceback.print_exc()
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
         outcome = {"told": f"{type(error).__name__}: {reason}"}
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return 0
-
-
-def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    convert(folder, request)
-    return {"outputs": run(folder, request["calls"])}
 
 
 def convert(folder: Path, request: dict[str, Any]) -> None:

@@ -182,7 +182,11 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOr
     from systolic.formats.peft import PeftSource, same_adapter  # which imports this module
 
     if (path / JOB).is_file():
-        return _of_run(path, steps)
+        if steps.job.adapter:
+            raise OptionError(
+                f"adapters begin with a model in files, and {path} is a run; write it first with systolic export {path} --to bundle --out DIR, then give --from DIR"
+            )
+        return begin_with(path, steps), StartOrigin(path=str(path), kind="run", fingerprint=None)
     if not path.exists() and (known := published_at(path)) is not None:
         raise OptionError(
             f"{known.name} is known here by its sizes, which only a forecast does with; training begins with weights: download {known.hub}, and give its folder as --from"
@@ -209,14 +213,6 @@ def _continued(source: "PeftSource", steps: StepFunctions) -> Weights:
             array = jax.device_put(value.astype(like.dtype), like.sharding)
             params[f"{path}/{last}"] = _owned(array, steps)
     return replace(base, params=params)
-
-
-def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
-    if steps.job.adapter:
-        raise OptionError(
-            f"adapters begin with a model in files, and {path} is a run; write it first with systolic export {path} --to bundle --out DIR, then give --from DIR"
-        )
-    return begin_with(path, steps), StartOrigin(path=str(path), kind="run", fingerprint=None)
 
 
 def _weights(source: Source, steps: StepFunctions) -> Weights:

@@ -663,7 +663,10 @@ def counts_of(module: Module) -> LoopCounts:
     counts, values = counted(module)
     number = module.num_partitions
     if (
-        not _is_open(counts)
+        not (
+            any(not trips.known for trips in counts.loops.values())
+            or any(len(some) > 1 for shares in counts.branches.values() for some in shares)
+        )
         or not 1 < number <= MOST_DEVICES
         or values * number > MOST_VALUES
         or not any(
@@ -698,12 +701,6 @@ def counts_of(module: Module) -> LoopCounts:
             name: unlike for name, shares in branches.items() if len(unlike := _unlike(shares)) > 1
         },
         apart=frozenset(apart),
-    )
-
-
-def _is_open(counts: LoopCounts) -> bool:
-    return any(not trips.known for trips in counts.loops.values()) or any(
-        len(some) > 1 for shares in counts.branches.values() for some in shares
     )
 
 

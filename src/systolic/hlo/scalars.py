@@ -511,7 +511,15 @@ def elementwise(
     if kind.name == "pred":
         return _of_predicates(opcode, operands)
     if opcode in ("minimum", "maximum", "clamp"):
-        return _limited(on, opcode, operands)
+        # ``minimum``, ``maximum`` or ``clamp`` (least, number, most).
+        def pick(choose: Callable[[Number, Number], Number], a: Known, b: Known) -> Known:
+            on.apart(a, b)
+            return Known(choose(a.low, b.low), choose(a.high, b.high))
+
+        if opcode == "clamp":
+            least, number, most = operands
+            return pick(min, pick(max, number, least), most)
+        return pick(min if opcode == "minimum" else max, *operands)
     return _of_integers(on, opcode, operands, kind)
 
 
@@ -594,19 +602,6 @@ def _of_predicates(opcode: str, operands: Sequence[Known]) -> Known:
             return YES if a.low != b.low else NO
         case _:
             return MAYBE
-
-
-def _limited(on: Scalars, opcode: str, operands: Sequence[Known]) -> Known:
-    """``minimum``, ``maximum`` or ``clamp`` (least, number, most)."""
-
-    def pick(choose: Callable[[Number, Number], Number], a: Known, b: Known) -> Known:
-        on.apart(a, b)
-        return Known(choose(a.low, b.low), choose(a.high, b.high))
-
-    if opcode == "clamp":
-        least, number, most = operands
-        return pick(min, pick(max, number, least), most)
-    return pick(min if opcode == "minimum" else max, *operands)
 
 
 _SHIFTS = frozenset(("shift-left", "shift-right-logical", "shift-right-arithmetic"))

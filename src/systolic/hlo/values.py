@@ -116,24 +116,20 @@ def rounded(number: float, kind: Kind) -> float:
     if kind.bits == 64:
         return number
     if kind.name == "bf16":
-        return _upper_half(number)
+        # A float in the upper 16 bits of f32, to the nearest, of two as near to the even one.
+        if not math.isfinite(number):
+            return number
+        try:
+            (bits,) = struct.unpack("I", struct.pack("f", number))
+        except OverflowError:
+            return math.copysign(math.inf, number)
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+        return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]
     code = "e" if kind.bits == 16 else "f"
     try:
         return struct.unpack(code, struct.pack(code, number))[0]
     except OverflowError:
         return math.copysign(math.inf, number)
-
-
-def _upper_half(number: float) -> float:
-    """A float in the upper 16 bits of f32, to the nearest, of two as near to the even one."""
-    if not math.isfinite(number):
-        return number
-    try:
-        (bits,) = struct.unpack("I", struct.pack("f", number))
-    except OverflowError:
-        return math.copysign(math.inf, number)
-    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
-    return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]
 
 
 MOST_ELEMENTS = 16

@@ -242,7 +242,7 @@ def describe(request: LaunchRequest) -> Launch:
     paths = _paths(request)
     if request.via in ELSEWHERE and target in paths:
         target = os.path.abspath(target)
-    name = request.name or _default_name(recipe, on)
+    name = request.name or default_name(_stem(recipe), on)
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
         run = os.path.abspath(run)
@@ -482,11 +482,6 @@ def _code(recipe: Recipe) -> dict[str, str]:
 def _counted(on: Slice) -> str:
     """Slice name with its number of devices, for the launch's name: ``1xcpu`` for ``cpu``; others already have it."""
     return f"1x{on.name}" if on.platform != "tpu" and on.num_devices == 1 else on.name
-
-
-def _default_name(recipe: Recipe, on: Slice) -> str:
-    """A launch's name where none is given: the recipe, its function where that is not ``job``, and the slice in full."""
-    return default_name(_stem(recipe), on)
 
 
 def default_name(what: str, on: Slice) -> str:

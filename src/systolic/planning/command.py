@@ -341,10 +341,6 @@ def searched(search: "Search", wanted: Wanted, conditions: "Conditions") -> "Pla
     if plan.best is not None:
         wall = wall_of(search.facts, plan.goal, plan.best, conditions)
         plan = replace(plan, wall=wall)
-    return _with_notes(plan, search, wanted)
-
-
-def _with_notes(plan: "Plan", search: "Search", wanted: Wanted) -> "Plan":
     from systolic.planning.notes import after_search, before_search
 
     own = wanted.tokens is None and wanted.examples is None

@@ -111,7 +111,7 @@ def find_fit(
 
     if attempt(f"other layouts of {on.name}", facts, on, FIRST):
         return attempts
-    batch = _global(facts, on)
+    batch = Batch(total=global_batch(facts.job, on))
     fixed = replace(facts, job=replace(facts.job, batch=batch))
     for larger in _larger(on)[:SLICES]:
         if attempt(f"a larger slice: {larger.name}", fixed, larger, LARGER):
@@ -206,10 +206,6 @@ def _together(search: Search, parts: Sequence[Plan], refused: Sequence[Refused])
         stopped=next((part.stopped for part in parts if part.stopped is not None), None),
         margin=None if best is None else best[1].margin,
     )
-
-
-def _global(facts: Facts, on: Slice) -> Batch:
-    return Batch(total=global_batch(facts.job, on))
 
 
 def _larger(on: Slice) -> list[Slice]:

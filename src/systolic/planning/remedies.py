@@ -11,7 +11,7 @@ from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting import Forecast
-from systolic.job import Axis, Layout, Precision, Remat
+from systolic.job import Axis, Precision, Remat
 from systolic.job.layout import Group
 from systolic.planning import variants
 from systolic.planning.analytic import Facts, analyse, capacity
@@ -118,11 +118,23 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
 
 def _all(facts: Facts, base: Candidate) -> Iterator[Change]:
     layout = base.layout
-    yield from _policies(facts, layout)
+    known = facts.job.model.policies()
+    for remat in (Remat.none, Remat.minimal, Remat.save_names, Remat.full):
+        for names in NAMED if remat is Remat.save_names else (layout.remat_names,):
+            same = remat is layout.remat
+            if remat is Remat.save_names:
+                same = same and names == layout.remat_names
+            if remat in known and not same:
+                yield layout_change(remat=remat, remat_names=names, saved_names=())
     for accumulate in (layout.accumulate // 2, layout.accumulate * 2):
         if accumulate >= 1:
             yield layout_change(accumulate=accumulate)
-    yield from _meshes(facts, layout)
+    # Meshes with half of one axis moved to another.
+    axes = [axis for axis in Axis if axis in facts.job.model.axes() and axis is not Axis.pipeline]
+    for source, target in itertools.permutations(axes, 2):
+        size = layout.size(source)
+        if size % 2 == 0:
+            yield layout_change(**{source.value: size // 2, target.value: 2 * layout.size(target)})
     yield from variants.changes(facts.job, base)
 
 
@@ -134,26 +146,6 @@ def training_changes(facts: Facts, base: Candidate) -> list[Change]:
     if base.precision is Precision.f32:
         wanted.insert(0, Change(precision=Precision.bf16))
     return [change for change in wanted if check(facts.job, change.on(base)) is None]
-
-
-def _policies(facts: Facts, layout: Layout) -> Iterator[Change]:
-    known = facts.job.model.policies()
-    for remat in (Remat.none, Remat.minimal, Remat.save_names, Remat.full):
-        for names in NAMED if remat is Remat.save_names else (layout.remat_names,):
-            same = remat is layout.remat
-            if remat is Remat.save_names:
-                same = same and names == layout.remat_names
-            if remat in known and not same:
-                yield layout_change(remat=remat, remat_names=names, saved_names=())
-
-
-def _meshes(facts: Facts, layout: Layout) -> Iterator[Change]:
-    """Meshes with half of one axis moved to another."""
-    axes = [axis for axis in Axis if axis in facts.job.model.axes() and axis is not Axis.pipeline]
-    for source, target in itertools.permutations(axes, 2):
-        size = layout.size(source)
-        if size % 2 == 0:
-            yield layout_change(**{source.value: size // 2, target.value: 2 * layout.size(target)})
 
 
 RemedyWatch = Callable[[Remedy, int, int], None]

@@ -248,7 +248,10 @@ def _made(value: Any, hint: Any, name: str, types: Mapping[str, str], run: Path)
     kind = _class(name, types[name], run) if name in types else hint
     prefix = f"{name}." if name else ""
     if not any(each.startswith(prefix) and each != name for each in types):
-        return _convert(value, kind, run)
+        try:
+            return msgspec.convert(value, kind, dec_hook=_custom)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise _unreadable(run, error) from error
     holder = _declared(kind)
     hints = typing.get_type_hints(holder)
     inner = {
@@ -259,13 +262,6 @@ def _made(value: Any, hint: Any, name: str, types: Mapping[str, str], run: Path)
     try:
         return holder(**inner)
     except TypeError as error:
-        raise _unreadable(run, error) from error
-
-
-def _convert(value: Any, kind: Any, run: Path) -> Any:
-    try:
-        return msgspec.convert(value, kind, dec_hook=_custom)
-    except (msgspec.ValidationError, TypeError) as error:
         raise _unreadable(run, error) from error
 
 

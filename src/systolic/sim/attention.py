@@ -61,7 +61,15 @@ def block_share(
     share = _SHARE_IN_NAME.search(call.op_name)
     if share is not None:
         return ComputedShare(value=int(share[1]) / int(share[2]))
-    kinds = _kinds(computation, call)
+    # The operand with the kinds of blocks: the second array of integers before the first of floats.
+    arrays: list[Instruction] = []
+    for name in call.operands:
+        operand = computation.index.get(name)
+        if operand is None or operand.shape.dtype not in _INTEGERS:
+            break
+        if len(operand.shape.dims) == 3:
+            arrays.append(operand)
+    kinds = arrays[1] if len(arrays) > 1 else None
     if kinds is None and call.name.startswith("splash") and not _integers(computation, call):
         return ComputedShare(value=1.0)  # without a mask these kernels take no arrays of blocks
     if kinds is None:
@@ -127,18 +135,6 @@ def _integers(computation: Computation, call: Instruction) -> list[Shape]:
     """Operands before the first one of floats."""
     shapes = computation.operand_shapes(call)
     return list(itertools.takewhile(lambda shape: shape.dtype in _INTEGERS, shapes))
-
-
-def _kinds(computation: Computation, call: Instruction) -> Instruction | None:
-    """The operand with the kinds of blocks: the second array of integers before the first of floats."""
-    arrays: list[Instruction] = []
-    for name in call.operands:
-        operand = computation.index.get(name)
-        if operand is None or operand.shape.dtype not in _INTEGERS:
-            break
-        if len(operand.shape.dims) == 3:
-            arrays.append(operand)
-    return arrays[1] if len(arrays) > 1 else None
 
 
 def _is_square(computation: Computation, call: Instruction) -> bool:

@@ -80,7 +80,15 @@ def ruled(
     if held.target == TOP_K:
         return _top_k(inside, held, work, rates)
     if held.target in HALVES:
-        return _halves(computation, instruction, work, rates)
+        # A pass over both halves: what lies in device memory is read and written, what does not goes through registers.
+        shapes = [*computation.operand_shapes(instruction), instruction.shape]
+        words = sum(
+            math.prod(array.padded_dims) * max(array.bits, WORD_BITS) / WORD_BITS
+            for shape in shapes
+            for array in shape.arrays()
+        )
+        seconds = words / REGISTER / (rates.clock_hz * cores(rates))
+        return _made(seconds, seconds / 2, work.bytes / rates.hbm, rates, PricedBy.halves, MEASURED)
     if opcode == "sort":
         return _sort(module, inside, held, work, rates)
     if opcode == "gather":
@@ -374,15 +382,3 @@ def _fft(fft: Instruction, work: Work, rates: Rates) -> Ruled:
     bits = sum(max(n - 1, 1).bit_length() for n in lengths)
     least = 5 * elements * max(bits, 1) / vector_rate(rates)
     return _made(least * OP_CYCLES, least, work.bytes / rates.hbm, rates, PricedBy.fft, UNMEASURED)
-
-
-def _halves(computation: Computation, instruction: Instruction, work: Work, rates: Rates) -> Ruled:
-    """A pass over both halves: what lies in device memory is read and written, what does not goes through registers."""
-    shapes = [*computation.operand_shapes(instruction), instruction.shape]
-    words = sum(
-        math.prod(array.padded_dims) * max(array.bits, WORD_BITS) / WORD_BITS
-        for shape in shapes
-        for array in shape.arrays()
-    )
-    seconds = words / REGISTER / (rates.clock_hz * cores(rates))
-    return _made(seconds, seconds / 2, work.bytes / rates.hbm, rates, PricedBy.halves, MEASURED)

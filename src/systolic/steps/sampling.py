@@ -116,19 +116,15 @@ def _logprob(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _drawn(logits: jax.Array, draw: Draw) -> jax.Array:
     """int32[rows]: the likeliest where the temperature is 0, else one drawn."""
-    greedy = _likeliest(logits)
+    # int32[rows]: the first of the largest. Two plain reductions: XLA's CPU backend takes five times as long for argmax, a reduction of pairs.
+    vocab = logits.shape[-1]
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    places = jnp.where(logits == largest, jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    greedy = jnp.min(places, axis=-1)
     warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
     # In this order, since a small temperature would make the largest infinite.
     powers = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / warm)
     return jnp.where(draw.temperature > 0, _inverse(powers, _uniform(draw)), greedy)
-
-
-def _likeliest(logits: jax.Array) -> jax.Array:
-    """int32[rows]: the first of the largest. Two plain reductions: XLA's CPU backend takes five times as long for argmax, a reduction of pairs."""
-    vocab = logits.shape[-1]
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    places = jnp.where(logits == largest, jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
-    return jnp.min(places, axis=-1)
 
 
 def _uniform(draw: Draw) -> jax.Array:
@@ -186,7 +182,9 @@ def _cut(logits: jax.Array, draw: Draw, cuts: Cuts) -> jax.Array:
     warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
     largest = jnp.max(logits, axis=-1, keepdims=True)
     scaled = (logits - largest) / warm
-    keys = _ordered(logits)
+    # uint32 in the order of f32 values.
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     wanted = jnp.where(cuts.top_k > 0, cuts.top_k, logits.shape[-1]).astype(jnp.float32)
     kept = keys >= _threshold(keys, jnp.ones_like(scaled), wanted)[:, None]
     shares = jnp.where(kept, jnp.exp(scaled), 0.0)
@@ -197,12 +195,6 @@ def _cut(logits: jax.Array, draw: Draw, cuts: Cuts) -> jax.Array:
     kept &= scaled >= jnp.log(cuts.min_p)[:, None]
     # The likeliest stays whatever rounds to nothing, such as a top_p below the least normal float32.
     return jnp.where(kept | (logits == largest), logits, -jnp.inf)
-
-
-def _ordered(values: jax.Array) -> jax.Array:
-    """uint32 in the order of f32 values."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _threshold(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:

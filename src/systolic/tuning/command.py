@@ -192,14 +192,9 @@ def _search_words(
                 f"search is {search!r}; it takes options with their values, such as {{'optimizer.learning-rate': 'log:1e-4..1e-2'}}"
             )
         return [
-            f"{name}={values if isinstance(values, str) else ','.join(map(plain_words, _several(values)))}"
+            f"{name}={values if isinstance(values, str) else ','.join(map(plain_words, values if isinstance(values, Iterable) else [values]))}"
             for name, values in search.items()
         ]
     if not search:
         raise OptionError(f"systolic tune {target} needs {SEARCH.text}")
     return list(search)
-
-
-def _several(values: Any) -> Iterable[Any]:
-    """Choices of an option, of which one may be given alone."""
-    return values if isinstance(values, Iterable) else [values]

@@ -33,7 +33,16 @@ def lacks_end(file: BinaryIO) -> bool:
     file.seek(0)
     first = file.read(4)
     if first == b"OggS":
-        return _page_lacks_end(file, size)
+        # Whether the last page goes on after the file's end.
+        at = 0
+        while at < size:
+            file.seek(at)
+            page = file.read(PAGE)
+            if not page.startswith(b"OggS"):
+                return b"OggS".startswith(page)  # else a tag
+            segments = file.read(page[-1]) if len(page) == PAGE else b""
+            at += PAGE + page[-1] + sum(segments)
+        return at > size
     return first in BYTE_ORDERS and _chunk_lacks_end(file, size, BYTE_ORDERS[first] == "little")
 
 
@@ -48,19 +57,6 @@ def _chunk_lacks_end(file: BinaryIO, size: int, little: bool) -> bool:
             return length < UNKNOWN and at + length > size + SLACK
         at += length + length % 2
     return False
-
-
-def _page_lacks_end(file: BinaryIO, size: int) -> bool:
-    """Whether the last page goes on after the file's end."""
-    at = 0
-    while at < size:
-        file.seek(at)
-        page = file.read(PAGE)
-        if not page.startswith(b"OggS"):
-            return b"OggS".startswith(page)  # else a tag
-        segments = file.read(page[-1]) if len(page) == PAGE else b""
-        at += PAGE + page[-1] + sum(segments)
-    return at > size
 
 
 RATE = 16_000

@@ -639,17 +639,12 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
         counts={
             **laid.counts,
             "copied": sum(_copies(line.messages) for line in lines),
-            "greetings": sum(_greetings(line.messages) for line in lines),
+            "greetings": sum(sum(READ in message for message in line.messages) for line in lines),
         },
         unread=tuple(dict.fromkeys(name for line in lines for name in line.unread)),
         first=lines[0].messages if lines else None,
         keys=np.array([line.key for line in lines]),
     )
-
-
-def _greetings(messages: Messages) -> int:
-    """Answers before the first question that are not learned."""
-    return sum(READ in message for message in messages)
 
 
 def _copies(messages: Messages) -> int:

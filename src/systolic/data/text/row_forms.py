@@ -217,14 +217,25 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
         DataError: it has none of the forms; names what it has and lacks.
     """
     columns = reading.columns
-    _check_columns(row, columns, place)
+    # Refuses a row that lacks a column which was named.
+    for option in ("messages", "prompt", "answer"):
+        name = getattr(columns, option)
+        if name and name not in row:
+            raise DataError(
+                f"{place} has no {name} (--columns.{option}){nearest(name, list(row))}; it has {', '.join(row) or 'no field'}"
+            )
     _refuse_masks(row, place)
     low = _low(row)
     pair = next((pair for pair in PAIRED if set(pair) <= set(low)), None)
     if pair is not None:
         return _chosen(row, low, reading, place, (low[pair[0]], low[pair[1]]))
     if isinstance(row.get(low.get(LABEL, "")), bool) and _named(low, ASKS) is not None:
-        return _labelled(row, low, reading, place)
+        # An answer that is labelled good; ``None`` for a bad one.
+        if reading.pairs is Pairs.refuse:
+            raise DataError(
+                f"{place} is an answer labelled good or bad ({low[LABEL]}), and sft learns answers, not preferences; give --pairs chosen to learn the good answers alone"
+            )
+        return _asked(row, low, reading.columns, place) if row[low[LABEL]] else None
     field = columns.messages or _conversation(row, low)
     if field is not None and not (columns.prompt and columns.answer):
         turns = _decoded(row[field])
@@ -470,17 +481,6 @@ def _chosen(
     return [*_system(row, low, columns, place), *messages]
 
 
-def _labelled(
-    row: Mapping[str, Any], low: Mapping[str, str], reading: RowReading, place: str
-) -> list[Any] | None:
-    """An answer that is labelled good; ``None`` for a bad one."""
-    if reading.pairs is Pairs.refuse:
-        raise DataError(
-            f"{place} is an answer labelled good or bad ({low[LABEL]}), and sft learns answers, not preferences; give --pairs chosen to learn the good answers alone"
-        )
-    return _asked(row, low, reading.columns, place) if row[low[LABEL]] else None
-
-
 def _system(
     row: Mapping[str, Any], low: Mapping[str, str], columns: Columns, place: str
 ) -> list[Any]:
@@ -546,16 +546,6 @@ def _calls(turn: Mapping[str, Any], content: str | None, place: str) -> list[Any
         raise DataError(
             f'{place} calls a function without JSON of its name and arguments ({error}); write {{"name": …, "arguments": {{…}}}}'
         ) from error
-
-
-def _check_columns(row: Mapping[str, Any], columns: Columns, place: str) -> None:
-    """Refuses a row that lacks a column which was named."""
-    for option in ("messages", "prompt", "answer"):
-        name = getattr(columns, option)
-        if name and name not in row:
-            raise DataError(
-                f"{place} has no {name} (--columns.{option}){nearest(name, list(row))}; it has {', '.join(row) or 'no field'}"
-            )
 
 
 def _text(row: Mapping[str, Any], name: str | None, place: str) -> str:

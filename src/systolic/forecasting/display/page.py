@@ -379,7 +379,7 @@ def roofline(forecast: Forecast, colours: Mapping[str, int] | None = None) -> Ro
             b,
             _text(cost, a, b, cost.seconds / timeline.seconds),
             hue=charts.hue((colours or {}).get(cost.place, COLOURS)),
-            size=_size(cost.seconds / timeline.seconds),
+            size=round(6 + 40 * math.sqrt(min(cost.seconds / timeline.seconds, 0.25)), 1),
         )
         for cost, a, b in zip(shown, across, up, strict=True)
     ]
@@ -408,11 +408,6 @@ def _decades(low: float, high: float) -> PlotAxis:
 def _text(cost: OpCost, across: float, up: float, share: float) -> str:
     """``fusion dot: 133 TFLOP/s at 2 k FLOP/byte, 6 ms (50.0 % of the step), mlp``."""
     return f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
-
-
-def _size(share: float) -> float:
-    """Diameter in pixels, by which the area grows with the share of the step, up to a quarter."""
-    return round(6 + 40 * math.sqrt(min(share, 0.25)), 1)
 
 
 MAX_SPANS = 25_000

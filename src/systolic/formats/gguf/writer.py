@@ -97,17 +97,13 @@ def describe(config: Config, source: str) -> Described:
         raise OptionError(
             f"{source} is not what llama.cpp computes for {name}: {'; '.join(away)}; give --to hf or keep it as a Bundle"
         )
-    context = _context(config, model)
+    said = config.get("text_config", config).get(POSITIONS)
+    scaling = model.rope_scaling
+    context = said or int(scaling.factor * (scaling.original_positions if scaling else USUAL))
     own = {**_sizes(model, context), **WRITTEN[name].fields(model)}
     return Described(
         architecture=name, model=model, fields={f"{name}.{key}": own[key] for key in own}
     )
-
-
-def _context(config: Config, model: Decoder) -> int:
-    said = config.get("text_config", config).get(POSITIONS)
-    scaling = model.rope_scaling
-    return said or int(scaling.factor * (scaling.original_positions if scaling else USUAL))
 
 
 def _sizes(model: Decoder, context: int) -> dict[str, Any]:

@@ -68,7 +68,21 @@ def as_expected(tensors: Mapping[str, One], conversion: Conversion) -> dict[str,
         ),
         key=lambda renamed: len(wanted & set(renamed)),
     )
-    return _with_embedding(best, conversion, wanted)
+    # The embedding of tied weights that a file has as the last matrix alone.
+    rule = next((rule for rule in conversion.rules if "embedding" in rule.ours), None)
+    if rule is None or len(rule.theirs) != 1 or rule.theirs[0] in best:
+        return best
+    copies = (
+        name
+        for name in best
+        if name not in wanted
+        and any(name == ending or name.endswith(f".{ending}") for ending in COPIES)
+    )
+    if (copy := next(copies, None)) is None:
+        return best
+    renamed = dict(best)
+    renamed[rule.theirs[0]] = renamed.pop(copy)
+    return renamed
 
 
 def _wanted(rules: Sequence[Rule]) -> set[str]:
@@ -99,26 +113,6 @@ def _renamed(tensors: Mapping[str, One], old: str, new: str, wanted: set[str]) -
         other = new + name.removeprefix(old)
         moved = name not in wanted and name.startswith(old) and other in wanted
         renamed[other if moved and other not in tensors else name] = tensor
-    return renamed
-
-
-def _with_embedding(
-    tensors: dict[str, One], conversion: Conversion, wanted: set[str]
-) -> dict[str, One]:
-    """The embedding of tied weights that a file has as the last matrix alone."""
-    rule = next((rule for rule in conversion.rules if "embedding" in rule.ours), None)
-    if rule is None or len(rule.theirs) != 1 or rule.theirs[0] in tensors:
-        return tensors
-    copies = (
-        name
-        for name in tensors
-        if name not in wanted
-        and any(name == ending or name.endswith(f".{ending}") for ending in COPIES)
-    )
-    if (copy := next(copies, None)) is None:
-        return tensors
-    renamed = dict(tensors)
-    renamed[rule.theirs[0]] = renamed.pop(copy)
     return renamed
 
 

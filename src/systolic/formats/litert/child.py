@@ -327,7 +327,7 @@ def full_integer(
         )
         seen.calibrate({SIGNATURE: rows}, plan)
         ranges_seen = seen.get_model_qsvs()
-        for name, tensor in _input_tensors(model).items():
+        for name, tensor in LiteProgram(model).tensors.items():
             if name in ranges and tensor in ranges_seen:
                 low, high = ranges[name]
                 for key, value in (("min", low), ("max", high)):
@@ -344,12 +344,6 @@ def full_integer(
             f"the quantizer refuses the model: {short(error)}; export with --precision dynamic"
         ) from error
     return bytes(result.quantized_model)
-
-
-def _input_tensors(model: bytes) -> dict[str, str]:
-    """Input to the name of its tensor."""
-
-    return LiteProgram(model).tensors
 
 
 def short(error: Exception) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -231,7 +231,20 @@ def _of_split(
     """Rows of a split, from anywhere in it where not all are asked for."""
     batches = data.open(Read(split=split, batch=READ, shuffle=most is not None, epochs=1))
     try:
-        read = _gathered(batches, most)
+        # Examples of batches, without padding.
+        parts: dict[str, list[np.ndarray]] = {}
+        count = 0
+        for batch in batches:
+            kept = batch[MASK] > 0
+            count += int(kept.sum())
+            for name, array in batch.items():
+                if name != MASK:
+                    parts.setdefault(name, []).append(array[kept])
+            if most is not None and count >= most:
+                break
+        if not count:
+            raise DataError("the data holds no example; give other data")
+        read = {name: np.concatenate(arrays)[:most] for name, arrays in parts.items()}
     finally:
         batches.close()
     label = label_of(model.job)
@@ -240,25 +253,6 @@ def _of_split(
         labels=None if label is None else read[label],
         origin=origin or f"{split.value} data",
     )
-
-
-def _gathered(
-    batches: Iterable[Mapping[str, np.ndarray]], most: int | None
-) -> dict[str, np.ndarray]:
-    """Examples of batches, without padding."""
-    parts: dict[str, list[np.ndarray]] = {}
-    count = 0
-    for batch in batches:
-        kept = batch[MASK] > 0
-        count += int(kept.sum())
-        for name, array in batch.items():
-            if name != MASK:
-                parts.setdefault(name, []).append(array[kept])
-        if most is not None and count >= most:
-            break
-    if not count:
-        raise DataError("the data holds no example; give other data")
-    return {name: np.concatenate(arrays)[:most] for name, arrays in parts.items()}
 
 
 LOOKUP, GELU = "odml.embedding_lookup", "aten.gelu.default"

@@ -135,7 +135,14 @@ def _of_one_size(run: Run, example: Named, batched: frozenset[str], count: int) 
             here = outputs[name]
             if agree(answer, here) or (name in rows and agree(answer[kept], here[kept])):
                 continue
-            _check_elsewhere(name, answer, here, count, kept)
+            # Refuses an output of which an example has its own part in another dim, or several rows.
+            parts = []
+            if here.ndim > 1 and here.shape[1] == count:
+                parts.append((answer[:, kept], here[:, kept]))
+            if here.ndim and len(here) > count and len(here) % count == 0:
+                parts.append(tuple(array.reshape(count, -1)[kept] for array in (answer, here)))
+            if any(agree(*pair) for pair in parts):
+                raise _misplaced(name, f"{list(here.shape)} for {count} examples")
             independent = False
     return Examined(inputs=inputs, outputs=outputs, batched=rows, independent=independent)
 
@@ -146,19 +153,6 @@ def _check_first(
     """Refuses an output whose shape follows the batch in another dim than the first."""
     if not (many and few and many[0] == total and few[0] == count):
         raise _misplaced(name, f"{list(many)} for {total} examples and {list(few)} for {count}")
-
-
-def _check_elsewhere(
-    name: str, answer: np.ndarray, here: np.ndarray, count: int, kept: int
-) -> None:
-    """Refuses an output of which an example has its own part in another dim, or several rows."""
-    parts = []
-    if here.ndim > 1 and here.shape[1] == count:
-        parts.append((answer[:, kept], here[:, kept]))
-    if here.ndim and len(here) > count and len(here) % count == 0:
-        parts.append(tuple(array.reshape(count, -1)[kept] for array in (answer, here)))
-    if any(agree(*pair) for pair in parts):
-        raise _misplaced(name, f"{list(here.shape)} for {count} examples")
 
 
 def _misplaced(name: str, what: str) -> OptionError:

@@ -179,7 +179,15 @@ def choose(
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
     ranked = scores if bias is None else scores + bias
     if router.top_groups < router.groups:
-        ranked = _of_best_groups(router, ranked)
+        # ``ranked`` f32[..., experts], minus infinity outside of each token's best groups.
+        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+        if router.score is Score.sigmoid:
+            rank = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        else:
+            rank = grouped.max(axis=-1)
+        best = jax.lax.top_k(rank, router.top_groups)[1]
+        kept = jax.nn.one_hot(best, router.groups, dtype=jnp.bool_).any(axis=-2)
+        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
     weights, chosen = jax.lax.top_k(ranked, each)
     if ranked is not scores:
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -189,18 +197,6 @@ def choose(
     if router.scale != 1:
         weights = weights * router.scale
     return scores, weights, chosen
-
-
-def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
-    """``ranked`` f32[..., experts], minus infinity outside of each token's best groups."""
-    grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
-    if router.score is Score.sigmoid:
-        rank = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-    else:
-        rank = grouped.max(axis=-1)
-    best = jax.lax.top_k(rank, router.top_groups)[1]
-    kept = jax.nn.one_hot(best, router.groups, dtype=jnp.bool_).any(axis=-2)
-    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
 def routed_as(router: Router, scores: jax.Array, chosen: jax.Array) -> dict[str, jax.Array]:

@@ -117,7 +117,10 @@ def read(
     rows = reading.start.shape[0] - chunk[0]
     groups = _groups(reading, rows, chunk)
     positions = jnp.concatenate([group.positions.reshape(-1) for group in groups])
-    real = _real(reading, rows, chunk)
+    # int32[tokens]: 1 for those that are no padding.
+    inside = jnp.arange(chunk[1]) < reading.count[rows:, None]
+    parts = [reading.count[:rows], inside.reshape(-1).astype(jnp.int32)]
+    real = jnp.concatenate(parts)
     arrays: Any = page_arrays(module, pages[0].page_size, cache)
     x = module.embed(reading.tokens[:, None], positions[:, None], reading.recent)
     written = []
@@ -127,7 +130,9 @@ def read(
         new_rows = jax.tree.map(lambda a: a[:, 0], tuple(cache_rows))
         new_rows, bad = _finite(new_rows)
         own, weighted = arrays.attend(own, groups, new_rows, layer.window, block.attention_logits)
-        weighted = _spoilt(weighted, bad)
+        # Attention [tokens, heads, size] with NaN where a token's own keys or values were not finite.
+        heads = weighted.reshape(*bad.shape, -1, weighted.shape[-1])
+        weighted = jnp.where(bad[:, :, None, None], jnp.nan, heads).reshape(weighted.shape)
         written.append(own)
         attended = block.answer(weighted[:, None].astype(x.dtype))
         x, _ = block.merge(x, attended, real)
@@ -144,12 +149,6 @@ def _finite(rows: Any) -> tuple[Any, jax.Array]:
     right = [jnp.isfinite(each) for each in new]
     kept = tuple(jnp.where(ok, each, 0) for ok, each in zip(right, new, strict=True))
     return (queries, kept), ~(right[0].all(-1) & right[1].all(-1))
-
-
-def _spoilt(weighted: jax.Array, bad: jax.Array) -> jax.Array:
-    """Attention [tokens, heads, size] with NaN where a token's own keys or values were not finite."""
-    heads = weighted.reshape(*bad.shape, -1, weighted.shape[-1])
-    return jnp.where(bad[:, :, None, None], jnp.nan, heads).reshape(weighted.shape)
 
 
 def _spread(hidden: jax.Array, real: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array:
@@ -172,10 +171,3 @@ def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[PageRow
         positions = reading.start[rows:, None] + jnp.arange(length)
         groups.append(PageRows(reading.table[rows:], positions, reading.count[rows:]))
     return groups
-
-
-def _real(reading: Reading, rows: int, chunk: tuple[int, int]) -> jax.Array:
-    """int32[tokens]: 1 for those that are no padding."""
-    inside = jnp.arange(chunk[1]) < reading.count[rows:, None]
-    parts = [reading.count[:rows], inside.reshape(-1).astype(jnp.int32)]
-    return jnp.concatenate(parts)

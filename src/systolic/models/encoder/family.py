@@ -72,7 +72,7 @@ def model(config: Config) -> Encoder:
         raise OptionError(
             f"hidden_act is {activation!r} and only {', '.join(ACTIVATIONS)} are known"
         )
-    masked = _masked(config)
+    masked = bool(set(config.get("architectures") or ()) & MASKED)
     return Encoder(
         layers=config.get("num_hidden_layers", 12),
         d_model=config.get("hidden_size", 768),
@@ -86,11 +86,6 @@ def model(config: Config) -> Encoder:
         pooler=not masked and config.get(POOLER, True),
         head=masked,
     )
-
-
-def _masked(config: Config) -> bool:
-    """Whether there is a head for masked tokens."""
-    return bool(set(config.get("architectures") or ()) & MASKED)
 
 
 def rules(model: Encoder) -> list[Rule]:

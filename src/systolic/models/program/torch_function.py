@@ -90,17 +90,13 @@ def _environment() -> Any:
             def constant(value: Any) -> Any:
                 # An operation in place returns its argument, which the next one of a chain changes too;
                 # any other that returns it (``to`` its own dtype) leaves it as it is.
-                if id(value) not in argument_ids or _in_place(func):
+                if id(value) not in argument_ids or func.__name__.partition(".")[0].endswith("_"):
                     value._elem = jax.lax.stop_gradient(value._elem)
                 return value
 
             return tree_map_only(Tensor, constant, outputs)
 
     return Mixing()
-
-
-def _in_place(func: Any) -> bool:
-    return func.__name__.partition(".")[0].endswith("_")
 
 
 @contextmanager

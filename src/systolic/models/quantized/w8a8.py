@@ -96,7 +96,17 @@ def w8a8_product(
     }
     scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
     if not factored.isdisjoint(out) or not scaled <= set(out):
-        return _of_floats(spec, x, weights, make)
+        # The product with activations as they are; factors are taken back from the result where it has their dims.
+        assert weights.inputs is not None
+        operands, out = spec.split("->")
+        _, matrix = operands.split(",")
+        factored = {
+            letter for letter, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1
+        }
+        if not factored <= set(out):
+            return make(spec, x, weights.restored(x.dtype))
+        outputs = quantized_product(spec, x, replace(weights, inputs=None), make)
+        return outputs * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
     summed = [operand.index(letter) for letter in operand if letter in matrix and letter not in out]
     wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, operand))
     largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
@@ -123,25 +133,6 @@ def w8a8_convolution(
     return (sums.astype(jnp.float32) * kernel.scales.reshape(-1).astype(jnp.float32)).astype(
         x.dtype
     )
-
-
-def _of_floats(
-    spec: str,
-    x: jax.Array,
-    weights: Quantized,
-    make: Make,
-) -> jax.Array:
-    """The product with activations as they are; factors are taken back from the result where it has their dims."""
-    assert weights.inputs is not None
-    operands, out = spec.split("->")
-    _, matrix = operands.split(",")
-    factored = {
-        letter for letter, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1
-    }
-    if not factored <= set(out):
-        return make(spec, x, weights.restored(x.dtype))
-    outputs = quantized_product(spec, x, replace(weights, inputs=None), make)
-    return outputs * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
 
 
 def _rounded(wide: jax.Array) -> jax.Array:

@@ -30,11 +30,6 @@ class TextCache(NamedTuple):
     """int32[batch]: tokens seen."""
 
 
-def heads_out(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """[batch, n, heads, head_dim] as [batch, heads, n, head_dim]."""
-    return jnp.swapaxes(rows, 1, 2).astype(dtype)
-
-
 def attend_all(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Attention of tokens to every position of a cache.
 
@@ -308,7 +303,7 @@ class WhisperModule(nnx.Module):
             heard = block.heard(encoded)
             x, own = block.run(x, *heard)
             rows = tuple(stored(self.target, part, capacity, dtype) for part in own)
-            return x, (*rows, *(heads_out(part, dtype) for part in heard))
+            return x, (*rows, *(jnp.swapaxes(part, 1, 2).astype(dtype) for part in heard))
 
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
         x, kept = jax.lax.scan(layer, x, states)

@@ -359,7 +359,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
             y,
             h / scale,
             c,
-            _hover(trial),
+            f"{trial.candidate.name}\n{result(trial)}",
             hue=charts.hue(colours[trial.candidate.on.name]),
             css=_css(trial, best, front),
             label=trial.candidate.on.name if id(trial) in front else "",
@@ -430,10 +430,6 @@ def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[Limit]:
     if goal.budget_usd is not None and priced and goal.budget_usd <= y.high:
         limits.append(Limit("y", y.percent(goal.budget_usd), "budget"))
     return limits
-
-
-def _hover(trial: Trial) -> str:
-    return f"{trial.candidate.name}\n{result(trial)}"
 
 
 def _torus(best: Trial, root: Path) -> Torus | None:

@@ -124,22 +124,18 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
     options = {
         name: paths.located(value, run.path, record.directory) for name, value in typed.items()
     }
-    options = _without_gone(options, run)
-    job = under_plan(recipe(options), record.plan)
-    if record.labels:
-        job = replace(job, data=job.data.with_labels(record.labels))
-    return Rebuilt(recipe, replace(job, data=with_tokenizer(run, job.data)), options)
-
-
-def _without_gone(options: Mapping[str, Any], run: Run) -> dict[str, Any]:
-    """Options whose model or chat template is gone: the run's copies of config.json and template say as much of the job."""
+    # Options whose model or chat template is gone: the run's copies of config.json and template say as much of the job.
     kept = dict(options)
     start, template = kept.get("from_"), kept.get("template")
     if isinstance(start, Path) and not start.exists() and (run.tokenizer / CONFIG).is_file():
         kept |= {"from_": run.tokenizer, "template": None}
     elif isinstance(template, Path) and not template.exists():
         kept["template"] = run.tokenizer / TEMPLATE
-    return kept
+    options = kept
+    job = under_plan(recipe(options), record.plan)
+    if record.labels:
+        job = replace(job, data=job.data.with_labels(record.labels))
+    return Rebuilt(recipe, replace(job, data=with_tokenizer(run, job.data)), options)
 
 
 def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:

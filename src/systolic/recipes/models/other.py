@@ -35,7 +35,16 @@ def recipe_of_other(own: Model, name: str) -> Callable[..., Job]:
         OptionError: it is of another class.
     """
     if isinstance(own, Encoder):
-        return _masked(own, name)
+        # The recipe ``mlm``; a model of embeddings gets the head for masked tokens, and loses a pooler, which they do not train.
+        defaults: dict[str, Any] = {
+            "model": replace(own, head=True, pooler=False),
+            "sequence": min(ROW, own.positions),
+        }
+
+        def job(**options: Any) -> Job:
+            return replace(mlm(**{**defaults, **options}), name=name)
+
+        return _described(job, mlm, defaults)
     if isinstance(own, Whisper):
         return _speech(own, name)
     if not isinstance(own, MobileNetV2 | ResNet | ViT):
@@ -43,19 +52,6 @@ def recipe_of_other(own: Model, name: str) -> Callable[..., Job]:
             f"{name} is a model of the class {type(own).__name__}, which is not forecast by its configuration; forecast a recipe with such a model"
         )
     return _pictures(own, name)
-
-
-def _masked(own: Encoder, name: str) -> Callable[..., Job]:
-    """The recipe ``mlm``; a model of embeddings gets the head for masked tokens, and loses a pooler, which they do not train."""
-    defaults: dict[str, Any] = {
-        "model": replace(own, head=True, pooler=False),
-        "sequence": min(ROW, own.positions),
-    }
-
-    def job(**options: Any) -> Job:
-        return replace(mlm(**{**defaults, **options}), name=name)
-
-    return _described(job, mlm, defaults)
 
 
 def _pictures(own: MobileNetV2 | ResNet | ViT, name: str) -> Callable[..., Job]:

@@ -320,7 +320,11 @@ def draft(final: Path) -> Generator[BundleDraft]:
     scratch: Path | None = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(final)
+        # Removes drafts of processes that were killed: no process holds them.
+        for left in final.parent.glob(f".{glob.escape(final.name)}{DRAFT}*"):
+            with contextlib.suppress(OSError), _held(left) as free:
+                if free:
+                    shutil.rmtree(left, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}{DRAFT}"))
         scratch.chmod(0o777 & ~_umask())
         with _held(scratch):
@@ -346,14 +350,6 @@ def write_file(final: Path, content: bytes) -> None:
         with _written(file) as out:
             out.write(content)
         os.replace(file, final)
-
-
-def _remove_left(final: Path) -> None:
-    """Removes drafts of processes that were killed: no process holds them."""
-    for left in final.parent.glob(f".{glob.escape(final.name)}{DRAFT}*"):
-        with contextlib.suppress(OSError), _held(left) as free:
-            if free:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -481,7 +477,13 @@ def checked_bundle(folder: Path) -> Bundle:
         return open_bundle(folder)  # says why it is none
     names = set(_files(folder))
     bundle = open_bundle(folder)
-    _check_seal(bundle)
+    # Compares bundle.json with its own digest, which versions that record versions write.
+    file = bundle.folder / MANIFEST
+    plain = json.loads(file.read_bytes())
+    if (DIGEST in plain or bundle.record.versions) and plain.get(DIGEST) != seal(plain):
+        raise DataError(
+            f"{file} is damaged: its contents are not those that were written; copy it again"
+        )
     listed = {*bundle.record.files, MANIFEST}
     if more := sorted(names - listed):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
@@ -513,16 +515,6 @@ def _files(folder: Path) -> Iterator[str]:
             *(subfolder for subfolder in folders if (Path(here) / subfolder).is_symlink()),
         ):
             yield (Path(here) / name).relative_to(folder).as_posix()
-
-
-def _check_seal(bundle: Bundle) -> None:
-    """Compares bundle.json with its own digest, which versions that record versions write."""
-    file = bundle.folder / MANIFEST
-    plain = json.loads(file.read_bytes())
-    if (DIGEST in plain or bundle.record.versions) and plain.get(DIGEST) != seal(plain):
-        raise DataError(
-            f"{file} is damaged: its contents are not those that were written; copy it again"
-        )
 
 
 def _refuse_pickle(file: Path) -> None:

@@ -118,7 +118,16 @@ class BatchRun:
         warn: Callable[[str], None],
     ) -> None:
         self._output, self._served = output, served
-        self._app = _application(served, in_flight, warn)
+        # The server's routes over one model.
+        state = ServerState(
+            registry=ModelRegistry([served]),
+            limits=HttpLimits(requests=in_flight + 1),
+            metrics=Metrics(),
+            opened=True,
+        )
+        self._app = RequestMiddleware(
+            app=application(state), state=state, log=WarningLog(warn), traces=NoTraces()
+        )
         self._slots, self._turn = asyncio.Semaphore(in_flight), asyncio.Lock()
         self._asking = 0
         self._begun = time.monotonic()
@@ -278,16 +287,3 @@ class WarningLog(EventLog):
         text = fields.get("message") if event == "warning" else fields.get("error")
         if text:
             self._warn(text)
-
-
-def _application(served: Served, in_flight: int, warn: Callable[[str], None]) -> ASGIApp:
-    """The server's routes over one model."""
-    state = ServerState(
-        registry=ModelRegistry([served]),
-        limits=HttpLimits(requests=in_flight + 1),
-        metrics=Metrics(),
-        opened=True,
-    )
-    return RequestMiddleware(
-        app=application(state), state=state, log=WarningLog(warn), traces=NoTraces()
-    )

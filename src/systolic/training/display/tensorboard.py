@@ -81,7 +81,7 @@ class TensorBoard:
         if self._writer is None:
             self._writer = self._open(record)
         if isinstance(record, SampleRecord):
-            summary = text("sample", _as_markdown(record.text))
+            summary = text("sample", "\n".join(f"    {line}" for line in record.text.splitlines()))
         else:
             values = {
                 tag: n
@@ -133,8 +133,3 @@ def _scalars(record: LoggedRecord) -> dict[str, Any]:
         case EvalRecord():
             return {f"{record.split}/{name}": value for name, value in record.metrics.items()}
     return {}
-
-
-def _as_markdown(text: str) -> str:
-    """Text as an indented block: TensorBoard renders markdown, a sample means its characters."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -74,14 +74,10 @@ def slices(study: StudyResult) -> list[Plot]:
     """The first objective against each option; empty without a result."""
     if not study.done:
         return []
-    y = _usual_axis(study)
-    return [_slice(study, option, y) for option in study.searched]
-
-
-def _usual_axis(study: StudyResult) -> PlotAxis:
-    """Axis of the first objective that outliers do not stretch."""
+    # Axis of the first objective that outliers do not stretch.
     aim = study.aims[0]
-    return _axis(study, aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
+    y = _axis(study, aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
+    return [_slice(study, option, y) for option in study.searched]
 
 
 def _slice(study: StudyResult, option: Searched, y: PlotAxis) -> Plot:
@@ -191,16 +187,13 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     axes.append(CoordinateAxis(100.0, aim.name, figures.label(aim.name), low, high))
     lines = []
     for rank, row in reversed(list(enumerate(best_first))):
-        places = [(i / count, _place(option, row)) for i, option in enumerate(study.searched)] + [
-            (1.0, _share(row, aim, y))
-        ]
+        places = [
+            (i / count, option.place(row.values[option.name]))
+            for i, option in enumerate(study.searched)
+        ] + [(1.0, _share(row, aim, y))]
         tone = min(rank * TONES // len(best_first), TONES - 1)
         lines.append(CoordinateLine(charts.across(places), f"t{tone}", _text(study, row)))
     return Coordinates(axes=axes, lines=lines)
-
-
-def _place(option: Searched, row: TrialRow) -> float:
-    return option.place(row.values[option.name])
 
 
 def _share(row: TrialRow, aim: Aim, y: PlotAxis) -> float:

@@ -462,12 +462,8 @@ def conversion(model: Decoder) -> Conversion:
         rules += norms("blocks", layers)
     rules += gated("blocks/mlp", f"{LAYER}mlp.", (model.d_model, model.d_ff), layers)
     if model.mlp_bias:
-        rules += _biases(layers)
+        rules += [
+            plain(f"blocks/mlp/{name}_bias", f"{LAYER}mlp.{name}_proj.bias", layers)
+            for name in ("gate", "up", "down")
+        ]
     return Conversion(rules=rules, unused=tied(model))
-
-
-def _biases(layers: dict[str, range]) -> list[Rule]:
-    return [
-        plain(f"blocks/mlp/{name}_bias", f"{LAYER}mlp.{name}_proj.bias", layers)
-        for name in ("gate", "up", "down")
-    ]
