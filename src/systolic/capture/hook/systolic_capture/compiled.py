@@ -221,8 +221,8 @@ class MemoryStats:
         for place in ("", "host_"):
             for kind in ("argument", "output", "alias"):
                 setattr(self, f"{place}{kind}_size_in_bytes", sizes[place, kind])
-        kept = self.argument_size_in_bytes + self.output_size_in_bytes
-        self.peak_memory_in_bytes = kept - self.alias_size_in_bytes
+        kept = sizes["", "argument"] + sizes["", "output"]
+        self.peak_memory_in_bytes = kept - sizes["", "alias"]
 
 
 def _part(value, where):
