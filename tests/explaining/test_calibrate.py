@@ -116,7 +116,7 @@ def test_a_profile_of_a_cpu_is_refused(
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(lzma.decompress((CPU / "digits.xplane.pb.xz").read_bytes()))
     line = said(capsys, "calibrate", str(path), "--name", "a", "--chip", "v5e")
-    assert line.endswith("is of a CPU, and only TPUs are simulated; give a TPU's profile")
+    assert line.endswith("is of a CPU, and only TPUs are simulated; give a TPU's profile [option]")
     assert not own_folder.exists()
 
 
