@@ -161,7 +161,7 @@ def test_a_model_is_inspected_with_its_special_tokens(
         assert len(lines) == kinds + 1
         first = lines[-1] if not kinds else lines[-2]
         assert re.search(
-            r"64 of 6\d lines: \S+bad.jsonl line 1, turn 2 has the role 'robot', which the chat template of \S+ does not name; did you mean bot\? take system, developer, user, assistant, tool \[data\]$",
+            r"64 of 6\d lines: \S+bad.jsonl line 1, turn 2 has the role 'robot', which the chat template of \S+ does not name; did you mean bot\? take system, developer, user, assistant, tool( \[data\])?$",
             first,
         )
     assert re.search(r"3 of 68 lines: .*line 65 is not JSON", lines[0])
