@@ -38,7 +38,13 @@ def _wrapped(shown: Sequence[Text], columns: int) -> list[Text]:
     return [
         Text(part, line.style)
         for line in shown
-        for part in wrap(line.plain, columns, subsequent_indent="    ", break_on_hyphens=False)
+        for part in wrap(
+            line.plain,
+            columns,
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         or [""]
     ]
 
