@@ -177,7 +177,7 @@ def test_two_runs_in_one_folder_are_refused_and_listed(
     assert f"{tmp_path} holds profiles of 2 runs" in line
     assert "digits.xplane.pb (jit_" in line
     assert "late.xplane.pb (jit_" in line
-    assert line.endswith("give one of these files, or a folder for each run")
+    assert line.endswith("give one of these files, or a folder for each run [option]")
 
 
 def test_profiles_of_other_programs_in_one_folder_are_refused(
