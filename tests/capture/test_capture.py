@@ -135,6 +135,20 @@ def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder:
     assert captured.answer.ended == "stopped when its step had repeated"
 
 
+def test_a_ring_over_slices_and_a_flag_that_came_late(tmp_path: Path, folder: Path) -> None:
+    on = slice("2xv5e-8")
+    captured = capture(command_of("ring_of_slices.py", tmp_path), on, folder, quick=True)
+    forecast = forecast_captured(captured, on)
+    # One device of each slice sends its 16 MiB to the other slice, as fast as its chip's PCIe goes.
+    assert forecast.timeline is not None
+    sent = [s.seconds for s in forecast.timeline.spans if s.lane == "dcn" and s.bytes]
+    assert sent == pytest.approx([512 * 8192 * 4 / 15e9] * 2)
+    # libtpu read its variable when it was loaded, and compiled without the flag.
+    assert forecast.compiler.flags == []
+    (late,) = [line for line in forecast.cautions if "LIBTPU_INIT_ARGS" in line]
+    assert "was compiled with no flags" in late
+
+
 @pytest.mark.parametrize(
     ("name", "processes", "slices"),
     [

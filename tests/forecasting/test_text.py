@@ -75,6 +75,16 @@ def test_opcodes_of_a_newer_compiler_are_no_damage_of_what_it_just_wrote() -> No
             "reads j.1, which its computation does not have",
         ),
         (recorded.text("scatter-v5e-1").replace("S(1)", "S(3)"), "v5e-1", "common memory"),
+        (
+            recorded.text("between-4xv5e-16"),
+            "v5e-16",
+            "runs on 4 slices of 16 devices but v5e-16 has 1 of 16",
+        ),
+        (
+            recorded.text("between-2xv5e-16"),
+            "2xv5e-8",
+            "runs on 2 slices of 16 devices but 2xv5e-8 has 2 of 8",
+        ),
     ],
 )
 def test_what_is_no_dump_for_the_slice_is_one_line(
@@ -86,6 +96,25 @@ def test_what_is_no_dump_for_the_slice_is_one_line(
     with pytest.raises(DataError, match=says) as raised:
         forecast_text(path, slice(on))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "says"),
+    [
+        ("lm-v5e-4", "2xv5e-4", "no traffic between the 2 slices of 2xv5e-4"),
+        ("between-2xv5e-16", "4xv5e-16", "runs on 2 of the 4 slices of 4xv5e-16"),
+    ],
+)
+def test_slices_that_a_dump_leaves_alone_are_on_the_bill(
+    name: str, on: str, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(recorded.text(name))
+    caution = forecast_text(path, slice(on)).cautions[0]
+    assert says in caution
+    assert f"choose {name.partition('-')[2]}, or compile it for {on}" in caution
+    own = forecast_text(path, slice(name.partition("-")[2]))
+    assert not any("slices of" in line for line in own.cautions)
 
 
 def test_other_platforms_are_told(tmp_path: Path) -> None:

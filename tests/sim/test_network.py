@@ -242,10 +242,15 @@ def test_a_permute_to_itself_is_free() -> None:
 
 def test_between_slices_the_data_centre_network_counts() -> None:
     of = network("2xv5e-16")
-    across = Groups(((0, 16),))
+    across = Groups(tuple((n, n + 16) for n in range(16)))
     cost = of.collective("all-reduce", across, 1e8, 1e8)
     assert "dcn" in cost.lanes
     assert cost.seconds >= 1e8 / of.rates.dcn
+    # One pair alone has the network of its machine of four chips, half of 25e9 bytes/s, to itself.
+    for alone in (Groups(((0, 16),)), Groups(((0, 16), (16, 0)), pairs=True)):
+        kind = "collective-permute" if alone.pairs else "all-reduce"
+        seconds = of.collective(kind, alone, 1e8, 1e8).seconds
+        assert seconds == pytest.approx(1e8 / 12.5e9, rel=0.01)
     within = of.collective("all-reduce", Groups(((0, 1),)), 1e8, 1e8)
     assert "dcn" not in within.lanes
     assert cost.seconds > within.seconds

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from systolic.chips import slice
-from systolic.hlo import Crossing, Instruction, Module, crossing_of, parse
-from systolic.sim.network import crossings
+from systolic.hlo import Instruction, Module, crossing_of, parse
+from systolic.sim.network import Network, crossings
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Resource, Timeline
@@ -98,11 +98,65 @@ def test_a_part_of_the_slices() -> None:
 def test_an_exchange_with_several_devices_of_each_slice() -> None:
     found = transfers(parse(recorded.text("exchange-4xv5e-4")))
     crossing = crossing_of(found["ALL_TO_ALL", "recv"])
-    assert crossing == Crossing(
-        kind="ALL_TO_ALL", groups=((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4),)
-    )
+    assert crossing is not None
+    assert crossing.groups == ((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4),)
     # Of 16 members 12 are in other slices.
     assert crossings(found["ALL_TO_ALL", "recv"], 4) == (0.75, "")
+
+
+RING = "{{100000->200000},{200000->100000}}"
+"""Of device 0 of each slice alone."""
+EIGHT = "{" + ",".join(f"{{10000{n}->20000{n}}}" for n in range(8)) + "}"
+
+
+@pytest.mark.parametrize(
+    ("on", "target", "rate"),
+    [
+        # One machine of eight chips with 25e9 bytes/s; a chip's PCIe is 15e9.
+        ("2xv5e-8", EIGHT, 25e9 / 8),
+        ("2xv5e-8", "{{100007->200000},{200007->100000}}", 15e9),
+        ("2xv5e-8", "{{100006->200000},{100007->200001}}", 25e9 / 2),
+        # Machines of 2x2 chips, which have half of that; device 2 is at (2, 0), device 4 at (0, 1).
+        ("2xv5e-16", "{{100015->200000},{200015->100000}}", 12.5e9),
+        ("2xv5e-16", "{{100000->200000},{100004->200002}}", 12.5e9 / 2),
+        ("2xv5e-16", "{{100000->200000},{100002->200002}}", 12.5e9),
+        ("2xv5e-16", "{{100000->200000},{100002->200001}}", 12.5e9 / 2),
+        ("2xv5e-16", "{{100000->200000},{100001->100002}}", 12.5e9),
+        # Machines of 2x2x1 chips with 25e9; PCIe is 16e9. Device 4 is at (0, 0, 1).
+        ("2xv4-16", "{{100000->200000},{100004->200004}}", 16e9),
+        ("2xv5p-16", "{{100000->200000},{100004->200004}}", 16e9),
+        ("2xv4-16", "{{100000->200000},{100001->200004}}", 25e9 / 2),
+        ("2xv5p-16", "{{100000->200001},{100003->200005}}", 25e9 / 2),
+        # Two devices a chip share its PCIe, 16e9 on v3; on TPU7x it is 64e9, and the machine's network 50e9.
+        ("2xv3-8", RING, 16e9),
+        ("2xv3-8", "{{100000->200000},{100001->200001}}", 16e9 / 2),
+        ("2xtpu7x-8", RING, 50e9),
+        ("2xtpu7x-8", "{{100000->200000},{100001->200001}}", 50e9 / 2),
+    ],
+)
+def test_senders_of_a_host_share_its_network(on: str, target: str, rate: float) -> None:
+    text = recorded.text("between-2xv5e-16")
+    send = transfers(parse(text))["ONE_TO_ONE", "send"].rest
+    before = send[send.index("{{1") : send.index("}}", send.index("{{1")) + 2]
+    changed = transfers(parse(text.replace(before, target)))["ONE_TO_ONE", "send"]
+    place = slice(on)
+    assert Network(place, rates_of(place)).between(changed) == pytest.approx(rate)
+
+
+def test_groups_of_some_devices_have_more_of_their_hosts() -> None:
+    """Of four chips on a machine of 2x2 one takes part: its bytes leave at the whole machine's rate."""
+    text = recorded.text("between-2xv5e-16")
+    name = transfers(parse(text))["ALL_REDUCE", "send"].name
+    all_, corners = (
+        next(span for span in simulated(parse(changed), "2xv5e-16").spans if span.name == name)
+        for changed in (
+            text,
+            text.replace('"{1,2}x{0:15}"', "{{100000,200000},{100015,200015}}"),
+        )
+    )
+    assert corners.bytes == all_.bytes
+    assert corners.seconds == pytest.approx(all_.bytes / 12.5e9)
+    assert all_.seconds == pytest.approx(all_.bytes / (12.5e9 / 4))
 
 
 @pytest.mark.parametrize(

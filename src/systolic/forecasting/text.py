@@ -17,13 +17,13 @@ from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, plural
 from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
-from systolic.hlo import Module, parse
+from systolic.hlo import Module, crosses, crossing_of, parse
 from systolic.hlo.parse import check, platform_of
 from systolic.hlo.shape import HBM
 from systolic.sim.incomplete import NOTHING, Given
@@ -94,6 +94,8 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
     begin = time.perf_counter()
     module, text = _read(path, on)
     _check_memory(text, path, on)
+    joined = _slices(module, on)
+    _check_slices(module, joined, path, on)
     target = _target(module, path, on)
     timeline = simulate(module, on, given=given)
     peak_bytes = _reported(path)
@@ -117,8 +119,10 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
     forecast = replace(
         forecast, compiled_for=target.generation, schedules=[(module, timeline, 1.0)]
     )
-    if module.num_partitions == 1 < on.num_devices:
+    if module.num_partitions == 1 < on.num_devices and not joined:
         forecast = _of_one_device(forecast, on)
+    elif joined < on.num_slices and module.num_partitions < on.num_devices:
+        forecast = _of_fewer_slices(forecast, on, joined)
     if target.doubt:
         step = f"choose a slice of {target.names}, or compile it for {on.chip.name} and dump that"
         forecast = replace(
@@ -147,6 +151,38 @@ def _of_one_device(forecast: Forecast, on: Slice) -> Forecast:
         flops_by_format={name: share * n for name, n in forecast.flops_by_format.items()},
         cautions=(caution, *forecast.cautions),
     )
+
+
+def _slices(module: Module, on: Slice) -> int:
+    """Slices that the program's transfers join, all of them where one is not understood; 0 without transfers between slices."""
+    crossings = [
+        crossing_of(instruction)
+        for computation in module.computations.values()
+        for instruction in computation
+        if instruction.opcode in ("send", "recv") and crosses(instruction)
+    ]
+    if None in crossings:
+        return max(on.num_slices, 2)
+    return len({number for each in crossings if each for number in each.slices})
+
+
+def _check_slices(module: Module, joined: int, path: Path, on: Slice) -> None:
+    each = module.num_partitions
+    if joined > on.num_slices or (joined and each != on.devices_per_slice):
+        raise DataError(
+            f"{path} runs on {joined} slices of {plural(each, 'device')} but {on.name} has {on.num_slices} of {on.devices_per_slice}; choose {joined} slices of that size"
+        )
+
+
+def _of_fewer_slices(forecast: Forecast, on: Slice, joined: int) -> Forecast:
+    """The forecast of a program that has no traffic with some slices, which the bill counts."""
+    single = on.name.partition("x")[2]
+    caution = (
+        f"{forecast.recipe} runs on {joined} of the {on.num_slices} slices of {on.name}, and the bill is for all: choose {joined}x{single}, or compile it for {on.name}"
+        if joined
+        else f"{forecast.recipe} has no traffic between the {on.num_slices} slices of {on.name}, and the bill is for all: each does the same work, as copies whose gradients are never summed; choose {single}, or compile it for {on.name}"
+    )
+    return replace(forecast, cautions=(caution, *forecast.cautions))
 
 
 def _reported(path: Path) -> int | None:

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -174,8 +175,20 @@ class Crossing:
 
     kind: str
     """``ALL_REDUCE``, ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_TO_ALL`` or ``ONE_TO_ONE``."""
-    groups: tuple[tuple[int, ...], ...]
-    """The slice of each member, group by group; (source, target) of ``ONE_TO_ONE``."""
+    devices: tuple[tuple[int, ...], ...]
+    """The members of each group, numbered as in a target; (source, target) of ``ONE_TO_ONE``."""
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The slices of the members, each distinct group once."""
+        return tuple(
+            dict.fromkeys(tuple(number // SLICE for number in group) for group in self.devices)
+        )
+
+    @property
+    def slices(self) -> frozenset[int]:
+        """Slices that have a member, from 1."""
+        return frozenset(number // SLICE for group in self.devices for number in group)
 
 
 def crosses(transfer: Instruction) -> bool:
@@ -193,19 +206,25 @@ def crossing_of(transfer: Instruction) -> Crossing | None:
     kind, target = _TYPE.search(transfer.rest), _TARGET.search(transfer.rest)
     if kind is None or target is None:
         return None
-    groups = _groups(target[1].replace(" ", ""))
-    return None if groups is None else Crossing(kind=kind[1], groups=groups)
+    return _crossing(kind[1], target[1].replace(" ", ""))
 
 
-def _groups(text: str) -> tuple[tuple[int, ...], ...] | None:
+@lru_cache(maxsize=64)
+def _crossing(kind: str, text: str) -> Crossing | None:
+    """The same value for the same target, which can list thousands of devices, of each layer's transfer."""
+    devices = _devices(text)
+    return None if devices is None else Crossing(kind=kind, devices=devices)
+
+
+def _devices(text: str) -> tuple[tuple[int, ...], ...] | None:
     if product := _PRODUCT.fullmatch(text):
-        return (tuple(_numbers(product[1])),)
+        slices, numbers = _numbers(product[1]), _numbers(product[2])
+        return tuple(tuple(n * SLICE + number for n in slices) for number in numbers)
     if _GROUPS.fullmatch(text):
         texts = re.findall(r"\{([\d,]+)\}", text[1:-1])
-        return tuple(tuple(int(n) // SLICE for n in group.split(",")) for group in texts)
+        return tuple(tuple(map(int, group.split(","))) for group in texts)
     if _PAIRS.fullmatch(text):
-        pairs = re.findall(r"(\d+)->(\d+)", text)
-        return tuple((int(a) // SLICE, int(b) // SLICE) for a, b in pairs)
+        return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+)->(\d+)", text))
     return None
 
 

@@ -8,13 +8,13 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
-from systolic.hlo import Crossing, Groups, Instruction, crossing_of
+from systolic.hlo import SLICE, Crossing, Groups, Instruction, crossing_of
 from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates
 
@@ -98,6 +98,7 @@ class Network:
         self.on, self.rates = on, rates
         self.places = list(places) if places else default_places(on)
         self._extents: dict[Groups, list[Extent]] = {}
+        self._dcn_rates: dict[Groups | Crossing, float] = {}
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -195,13 +196,16 @@ class Network:
         if groups not in self._extents:
             joined = Groups(tuple(group for group in groups.groups if len(group) > 1))
             self._extents[groups] = self.extents(joined)
-        whole = max(out_bytes, in_bytes)
-        costs = [self._cost(kind, extent, whole) for extent in self._extents[groups]]
+            self._dcn_rates[groups] = self._dcn(
+                [self.places[device] for device in group] for group in joined.groups
+            )
+        whole, dcn = max(out_bytes, in_bytes), self._dcn_rates[groups]
+        costs = [self._cost(kind, extent, whole, dcn) for extent in self._extents[groups]]
         lanes = dict.fromkeys(lane for cost in costs for lane in cost.lanes)
         slowest = max(costs, key=lambda cost: cost.seconds)
         return replace(slowest, lanes=tuple(lanes))
 
-    def _cost(self, kind: str, extent: Extent, whole: float) -> CollectiveCost:
+    def _cost(self, kind: str, extent: Extent, whole: float, dcn: float) -> CollectiveCost:
         seconds, moved = 0.0, 0.0
         within, least = extent.members, 0.0
         if within > 1:
@@ -215,7 +219,7 @@ class Network:
             share = whole / max(within, 1) if kind != "all-to-all" else whole
             rounds = {"all-reduce": 2.0}.get(kind, 1.0)
             over = rounds * (extent.slices - 1) / extent.slices * share
-            seconds += over / self.rates.dcn
+            seconds += over / dcn
             moved += over
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
@@ -277,13 +281,13 @@ class Network:
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
         """Every pair along the shortest way, dimension after dimension; the busiest link decides."""
         load: dict[tuple[int, ...], int] = {}
-        most_hops, crossing = 0, 0
+        most_hops, crossing = 0, list[tuple[Place, Place]]()
         for pair in groups.groups:
             if len(pair) < 2 or pair[0] == pair[1]:
                 continue
             source, target = self.places[pair[0]], self.places[pair[1]]
             if source[4] != target[4]:
-                crossing += 1
+                crossing.append((source, target))
                 continue
             hops = 0
             at = list(source[:3])
@@ -307,9 +311,51 @@ class Network:
             seconds += PERMUTE_SECONDS
         names = tuple(sorted({f"{'xyz'[key[4]]}{'+' if key[5] > 0 else '-'}" for key in load}))
         if crossing:
-            seconds = max(seconds, bytes_ / self.rates.dcn)
+            seconds = max(seconds, bytes_ / self._dcn(crossing, pairs=True))
             names = (*names, "dcn")
         return CollectiveCost(seconds, names or (DIES,), bytes_, least=least)
+
+    def between(self, transfer: Instruction) -> float:
+        """Bytes/s, one way, of each device that takes part in a ``send`` or ``recv`` between slices."""
+        crossing = crossing_of(transfer)
+        if crossing is None:
+            return self.rates.dcn
+        if crossing not in self._dcn_rates:
+            self._dcn_rates[crossing] = self._dcn(
+                map(self._numbered, crossing.devices), pairs=crossing.kind == "ONE_TO_ONE"
+            )
+        return self._dcn_rates[crossing]
+
+    def _numbered(self, numbers: Iterable[int]) -> list[Place]:
+        """Places of devices as a target numbers them: by slice, and in it x fastest, whatever the mesh."""
+        x, y, _ = self.shape
+        cores = self.on.chip.devices_per_chip or 1
+        places = []
+        for slice_, number in (divmod(number, SLICE) for number in numbers):
+            chip, core = divmod(number, cores)
+            places.append((chip % x, chip // x % y, chip // (x * y), core, slice_))
+        return places
+
+    def _dcn(self, groups: Iterable[Sequence[Place]], *, pairs: bool = False) -> float:
+        """Bytes/s, one way, of each member of those groups that cross the data-centre network, all at once.
+
+        Those that send share the network of their host evenly, and so do those that receive. A device that is alone
+        there is taken to reach all of it, as far as its chip's PCIe goes; no published run measures that.
+        """
+        joined = [group for group in groups if len({place[4] for place in group}) > 1]
+        ways = zip(*joined, strict=True) if pairs else [itertools.chain(*joined)]
+        on, rates = self.on, self.rates
+        bounds = (on.chips_per_host_bounds if on.num_hosts > on.num_slices else None) or self.shape
+        of_host, of_chip = 1, 1
+        for places in ways:
+            chips = Counter((*place[:3], place[4]) for place in places)
+            hosts = Counter[Place]()
+            for (*at, number), count in chips.items():
+                hosts[*(n // size for n, size in zip(at, bounds, strict=True)), number] += count
+            of_chip = max([of_chip, *chips.values()])
+            of_host = max([of_host, *hosts.values()])
+        per_host, per_chip = on.num_devices / on.num_hosts, on.chip.devices_per_chip or 1
+        return min(rates.dcn * (per_host / of_host), rates.host * (per_chip / of_chip))
 
 
 def _summed(kind: str, extent: Extent) -> float:
@@ -347,6 +393,7 @@ def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
     return 2.0 * (num_slices - 1) / num_slices, note
 
 
+@lru_cache(maxsize=64)
 def _times(crossing: Crossing, *, sends: bool) -> float | None:
     """Crossings of the group that crosses most; None for a kind that is not known."""
     if crossing.kind == "ONE_TO_ONE":

@@ -562,7 +562,9 @@ class _Order:
             if note:
                 self.on.notes[note] = None
         lane = "dcn" if between else "host" if host else "x"
-        rate = {"dcn": self.on.rates.dcn, "host": self.on.rates.host}.get(lane, self.on.rates.link)
+        rate = self.on.rates.host if host else self.on.rates.link
+        if between:
+            rate = self.on.network.between(instruction)
         resource = {"dcn": Resource.dcn, "host": Resource.host}.get(lane, Resource.ici)
         span = self.span(
             instruction,

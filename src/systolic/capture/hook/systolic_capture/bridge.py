@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import os
 import threading
 from typing import Any
 
 from systolic_capture import report
 
 TPU = (None, "tpu")
+FLAGS = "LIBTPU_INIT_ARGS"
 _known = {}
 
 
@@ -20,6 +22,7 @@ def slice_devices():
     topology = report.request().topology
     kwargs = {name: value for name, value in topology.items() if value is not None}
     kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
+    _known["flags"] = os.environ.get(FLAGS, "")
     try:
         devices = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
     except Exception as error:
@@ -46,6 +49,11 @@ def _answer_slice(kind):
 
     with contextlib.suppress(AttributeError, TypeError):
         kind.slice_index = property(slice_index)
+
+
+def flags():
+    """Flags that libtpu compiles with: it reads its variable when it is loaded, and not what the program sets later."""
+    return _known["flags"]
 
 
 def num_processes():

@@ -77,6 +77,11 @@ def _answer(step, ended):
         program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
     for lines in (calls.of_other_shapes, calls.traced_anew, calls.closing_over):
         calls.cautions += lines(distinct)
+    if os.environ.get(bridge.FLAGS, "").split() != bridge.flags().split():
+        calls.cautions.append(
+            f"the program changed {bridge.FLAGS} after libtpu had read it, and was compiled with {bridge.flags() or 'no flags'}: "
+            "set it before the first use of jax.devices()"
+        )
     periodic = []
     for call, program, (_, count, every) in zip(
         rare, compiled[len(distinct) :], step.periodic, strict=True
@@ -117,7 +122,7 @@ def _answer(step, ended):
         },
         "lent_libtpu": report.libtpu()[1],
         "python": sys.executable,
-        "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "flags": bridge.flags(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
