@@ -56,7 +56,7 @@ class ConvNet(Model):
 
     def check_batch(self, examples: int) -> None:
         """Groups of batch norm must divide the examples of a pass."""
-        group: int = self.norm_examples  # ty: ignore[unresolved-attribute]  a field of each network
+        group: int = self.norm_examples  # ty: ignore[missing-attribute]  a field of each network
         if group and examples % group:
             raise OptionError(
                 f"model.norm-examples {group} does not divide the {examples} examples of a pass; use a divisor of {examples}, or change the batch"
