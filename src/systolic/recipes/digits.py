@@ -2,7 +2,7 @@
 
 import enum
 
-from systolic.core.arguments import explained_by, with_types
+from systolic.core.arguments import with_types
 from systolic.data.image.digits import SIZE, Digits
 from systolic.job import (
     Batch,
@@ -23,7 +23,6 @@ from systolic.job import (
 from systolic.models.vision.cnn.config import CNN
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.vit.config import ViT
-from systolic.recipes.image import image
 from systolic.steps.tasks.classification import Classification
 
 
@@ -59,7 +58,6 @@ OPTIMIZERS = {
 
 
 @with_types
-@explained_by(image)
 def digits(
     model: DigitsModel = DigitsModel.cnn,
     steps: int | None = None,
@@ -82,7 +80,16 @@ def digits(
         model: A small convolutional network, or a small vision transformer.
         steps: Optimizer steps; by default 300 for cnn, 800 for vit.
         batch: Images per optimizer step; by default 64.
+        batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule; by default AdamW at 0.003 for cnn, Muon at 0.02 for vit, decay 0.05.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
+        label_smoothing: Share of the probability spread evenly over the classes.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the initial weights, the order and the shifts of the images.
     """
     steps = STEPS[model] if steps is None else steps

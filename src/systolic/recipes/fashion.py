@@ -22,7 +22,7 @@ from systolic.job import (
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import ViT
-from systolic.recipes.image import image
+from systolic.recipes.digits import digits
 from systolic.steps.tasks.classification import Classification
 
 
@@ -72,7 +72,7 @@ SCHEDULE = Schedule(warmup=100, final=0.01)
 
 
 @with_types
-@explained_by(image)
+@explained_by(digits)
 def fashion(
     path: Path = DEBIAN / "fashion-mnist",
     model: FashionModel = FashionModel.resnet,
@@ -95,6 +95,7 @@ def fashion(
     Args:
         path: Folder of the IDX files; by default that of Debian's dataset-fashion-mnist.
         model: A small residual network, or a small vision transformer, which reaches 87 % in as many steps.
+        steps: Optimizer steps.
         batch: Images per optimizer step; by default 128.
         optimizer: The update rule.
         seed: Seed of the initial weights, the order and the augmentation.
