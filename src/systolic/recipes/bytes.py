@@ -67,10 +67,15 @@ def bytes(
     """Learns to write Python from the standard library's own source, byte by byte.
 
     Args:
+        model: The decoder's sizes.
+        steps: Optimizer steps.
         batch: Rows per optimizer step; by default 16.
         batch_per_device: Rows per device and pass, instead of batch.
         sequence: Bytes per row.
+        optimizer: The update rule.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         evaluation: When to evaluate, and early stopping; the last evaluation always reads all validation files.
+        checkpoints: When to save, and which to keep.
     """
     return Job(
         name="bytes",

@@ -98,6 +98,9 @@ def fashion(
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 128.
         optimizer: The update rule.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
+        label_smoothing: Share of the probability spread evenly over the classes.
+        evaluation: When to evaluate, and early stopping.
         seed: Seed of the initial weights, the order and the augmentation.
     """
     return Job(

@@ -120,8 +120,11 @@ def image(
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
         optimizer: The update rule; by default SGD at 0.1 for resnets and 0.045 for mobilenet-v2, and AdamW at 0.00025 for vits, per 256 images of batch.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         augmentation: Augmentation of training examples.
         data: Reading of pictures.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
         seed: Seed of the initial weights, the order and the crops.
     """
     images = Images(path=path, side=size, augmentation=augmentation, on_error=data.on_error)

@@ -60,8 +60,11 @@ def mlm(
 
     Args:
         model: The encoder's sizes.
+        sequence: Tokens per row; documents are packed into rows and don't see each other.
         mask_share: Share of a row's tokens to predict; of these 80 % are masked, 10 % replaced, 10 % left.
         predictions: Most tokens to predict in a row; by default mask-share of the sequence, rounded down.
+        optimizer: The update rule.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         seed: Seed of the initial weights, the order of the data and its masks.
     """
     if not model.head:

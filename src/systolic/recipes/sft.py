@@ -86,9 +86,12 @@ def sft(
         alpha: An adapter's product is scaled by alpha / rank.
         targets: Matrices with adapters: query key value out gate up down; by default all of attention and MLP. Experts of a mixture have none.
         batch_per_device: Rows per device and pass, by default 4; may be a fraction where an axis splits a row over devices.
+        steps: Optimizer steps.
         optimizer: The update rule; by default AdamW without decay, at 0.0001 for adapters and 0.00001 for all weights.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU. Frozen weights are stored in it.
         dtypes: Dtypes of what trains: weights, gradients and optimizer state.
+        evaluation: When to evaluate, and early stopping.
         checkpoints: When to save, and which to keep. Frozen weights are not saved: they come from the model again.
         seed: Seed of the adapters' initial weights and the order of the data.
         sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.

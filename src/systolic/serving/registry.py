@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.batch.request import BatchModel
 from systolic.serving.text.request import TextEngine
+
+if TYPE_CHECKING:
+    from systolic.serving.batch.model import DynamicBatches
 
 ENDS = ("versions", "labels", "metadata", "ready", "infer", "load", "unload")
 """Words that follow a model's name in paths, and so can't be in the name after a ``/``."""
@@ -101,7 +103,7 @@ class ServedBatch:
 
     name: str
     version: int = 1
-    model: BatchModel
+    model: "DynamicBatches"
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
     contents: str = ""
