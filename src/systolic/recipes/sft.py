@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.arguments import explained_by, with_types
+from systolic.core.arguments import with_types
 from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
@@ -27,7 +27,6 @@ from systolic.job import (
     Schedule,
 )
 from systolic.models.decoder.config import Decoder
-from systolic.recipes.lm import lm
 from systolic.steps.tasks.language import LanguageModel
 
 BATCH = Batch(per_device=4)
@@ -38,7 +37,6 @@ SCHEDULE = Schedule(warmup=20)
 
 
 @with_types
-@explained_by(lm)
 def sft(
     from_: Path,
     data: Path | None = None,
@@ -86,13 +84,16 @@ def sft(
         alpha: An adapter's product is scaled by alpha / rank.
         targets: Matrices with adapters: query key value out gate up down; by default all of attention and MLP. Experts of a mixture have none.
         batch_per_device: Rows per device and pass, by default 4; may be a fraction where an axis splits a row over devices.
+        batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
         optimizer: The update rule; by default AdamW without decay, at 0.0001 for adapters and 0.00001 for all weights.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU. Frozen weights are stored in it.
         dtypes: Dtypes of what trains: weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
         evaluation: When to evaluate, and early stopping.
         checkpoints: When to save, and which to keep. Frozen weights are not saved: they come from the model again.
+        guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the adapters' initial weights and the order of the data.
         sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
