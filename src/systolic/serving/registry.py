@@ -52,15 +52,11 @@ class LiveEngine(TextEngine, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedText:
-    """A language model with what turns requests into its tokens."""
+class ServedModel:
+    """A version of a model that a server has open."""
 
     name: str
     version: int = 1
-    engine: LiveEngine
-    tokenizer: Tokenizer
-    template: ChatTemplate | None = None
-    """None for a model that knows no chat."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
     contents: str = ""
@@ -70,6 +66,16 @@ class ServedText:
     def key(self) -> Key:
         """Its name and version."""
         return self.name, self.version
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedText(ServedModel):
+    """A language model with what turns requests into its tokens."""
+
+    engine: LiveEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    """None for a model that knows no chat."""
 
     @property
     def kind(self) -> str:
@@ -98,21 +104,10 @@ class ServedText:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedBatch:
+class ServedBatch(ServedModel):
     """A model that answers whole requests."""
 
-    name: str
-    version: int = 1
     model: "DynamicBatches"
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Unix seconds."""
-    contents: str = ""
-    """Fingerprint of the files that it was opened from; empty where it is not known."""
-
-    @property
-    def key(self) -> Key:
-        """Its name and version."""
-        return self.name, self.version
 
     @property
     def kind(self) -> str:
