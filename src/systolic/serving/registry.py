@@ -52,7 +52,7 @@ class LiveEngine(TextEngine, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedModel:
+class ModelVersion:
     """A version of a model that a server has open."""
 
     name: str
@@ -69,7 +69,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedText(ServedModel):
+class ServedText(ModelVersion):
     """A language model with what turns requests into its tokens."""
 
     engine: LiveEngine
@@ -104,7 +104,7 @@ class ServedText(ServedModel):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedBatch(ServedModel):
+class ServedBatch(ModelVersion):
     """A model that answers whole requests."""
 
     model: "DynamicBatches"
