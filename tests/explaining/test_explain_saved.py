@@ -51,7 +51,7 @@ def asked(path: str, words: list[str]) -> RecipeStep:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepExplainer, "explain", explain)
         with pytest.raises(KeyboardInterrupt):
-            run_forms("explain", verb.module, verb.forms, [path, *words])
+            run_forms("explain", verb.usage, verb.forms, [path, *words])
     (of,) = asked
     return of
 

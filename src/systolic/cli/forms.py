@@ -470,7 +470,7 @@ class VerbForm:
     """``module:name`` of the public function."""
     view: str
     """``module:name`` of what shows its result and returns the exit code."""
-    takes: TargetKind
+    takes: TargetKind = TargetKind.words
     choice: FormChoice = FormChoice()
     """Words that ask for this form."""
     needs: str = ""

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from systolic.cli.forms import (
     ByAnyTarget,
@@ -24,12 +23,11 @@ from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
 from systolic.report.output import StderrReporter
 
 
-class Verb(NamedTuple):
-    """One command: forms, each with its public function, or a module of this package with ``run(args) -> exit code``."""
+class Verb:
+    """One command: forms, each with its public function; ``usage`` is ``module:NAME`` of its help's first lines, by default written from the function."""
 
-    module: str
-    summary: str
-    forms: tuple[VerbForm, ...] = ()
+    def __init__(self, summary: str, *forms: VerbForm, usage: str = "") -> None:
+        self.summary, self.forms, self.usage = summary, forms, usage
 
 
 TRAIN = VerbForm(
@@ -45,441 +43,352 @@ TARGET_KIND = "systolic.explaining.command:target_kind"
 
 VERBS = {
     "doctor": Verb(
-        "",
         "checks this machine: versions, devices, processes that hold the TPU, measured peaks",
-        (
-            VerbForm(
-                function="systolic.doctor.command:diagnose",
-                view="systolic.doctor.view:show",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.doctor.command:diagnose",
+            view="systolic.doctor.view:show",
         ),
     ),
     "chips": Verb(
-        "",
         "lists chips and slices, each number with its source",
-        (
-            VerbForm(
-                function="systolic.chips.command:look_up",
-                view="systolic.chips.view:show",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.chips.command:look_up",
+            view="systolic.chips.view:show",
         ),
     ),
     "recipes": Verb(
-        "",
         "lists the recipes, or one recipe's options",
-        (
-            VerbForm(
-                function="systolic.recipes.listing.command:list_recipes",
-                view="systolic.recipes.listing.view:show_list",
-                takes=TargetKind.words,
-            ),
-            VerbForm(
-                function="systolic.recipes.listing.command:describe_recipe",
-                view="systolic.recipes.listing.view:show_recipe",
-                takes=TargetKind.name,
-                choice=ByAnyTarget(),
-                below_help_of=("train", TRAIN),
-            ),
+        VerbForm(
+            function="systolic.recipes.listing.command:list_recipes",
+            view="systolic.recipes.listing.view:show_list",
+        ),
+        VerbForm(
+            function="systolic.recipes.listing.command:describe_recipe",
+            view="systolic.recipes.listing.view:show_recipe",
+            takes=TargetKind.name,
+            choice=ByAnyTarget(),
+            below_help_of=("train", TRAIN),
         ),
     ),
     "data": Verb(
-        "systolic.data.command:USAGE",
         "packs data into ArrayRecord, shows what a model will see, trains a tokenizer",
-        (
-            VerbForm(
-                function="systolic.data.command:pack",
-                view="systolic.data.view:show_packed",
-                reporter="systolic.data.view:ReadingReporter",
-                takes=TargetKind.words,
-                choice=ByWord("pack"),
-            ),
-            VerbForm(
-                function="systolic.data.command:inspect",
-                view="systolic.data.view:show_inspected",
-                takes=TargetKind.words,
-                choice=ByWord("inspect", "systolic.data.command:is_data"),
-            ),
-            VerbForm(
-                function="systolic.data.command:inspect_recipe",
-                view="systolic.data.view:show_inspected",
-                takes=TargetKind.recipe,
-                choice=ByWord("inspect"),
-            ),
-            VerbForm(
-                function="systolic.data.command:train_tokenizer",
-                view="systolic.data.view:show_tokenizer",
-                reporter="systolic.data.view:ReadingReporter",
-                takes=TargetKind.words,
-                choice=ByWord("tokenizer"),
-            ),
+        VerbForm(
+            function="systolic.data.command:pack",
+            view="systolic.data.view:show_packed",
+            reporter="systolic.data.view:ReadingReporter",
+            choice=ByWord("pack"),
         ),
+        VerbForm(
+            function="systolic.data.command:inspect",
+            view="systolic.data.view:show_inspected",
+            choice=ByWord("inspect", "systolic.data.command:is_data"),
+        ),
+        VerbForm(
+            function="systolic.data.command:inspect_recipe",
+            view="systolic.data.view:show_inspected",
+            takes=TargetKind.recipe,
+            choice=ByWord("inspect"),
+        ),
+        VerbForm(
+            function="systolic.data.command:train_tokenizer",
+            view="systolic.data.view:show_tokenizer",
+            reporter="systolic.data.view:ReadingReporter",
+            choice=ByWord("tokenizer"),
+        ),
+        usage="systolic.data.command:USAGE",
     ),
     "forecast": Verb(
-        "systolic.forecasting.command:USAGE",
         "memory, time, MFU and cost of a step on a slice that you don't have",
-        (
-            VerbForm(
-                function="systolic.forecasting.command:forecast",
-                view="systolic.forecasting.display.view:show",
-                check="systolic.forecasting.display.view:check",
-                takes=TargetKind.recipe,
-                needs="a recipe or a model",
-            ),
-            VerbForm(
-                function="systolic.forecasting.command:forecast_command",
-                view="systolic.forecasting.display.view:show_step",
-                takes=TargetKind.program,
-                choice=ByProgram(),
-            ),
-            VerbForm(
-                function="systolic.forecasting.command:forecast_server",
-                view="systolic.forecasting.display.view:show_server",
-                takes=TargetKind.recipe,
-                needs="a model or a recipe",
-                choice=BySwitch("serve"),
-            ),
-            VerbForm(
-                function="systolic.forecasting.command:forecast_dump",
-                view="systolic.forecasting.display.view:show",
-                check="systolic.forecasting.display.view:check",
-                takes=TargetKind.path,
-                choice=ByTarget("systolic.forecasting.command:is_dump"),
-            ),
-            VerbForm(
-                function="systolic.forecasting.comparison:compare_forecasts",
-                view="systolic.forecasting.display.op_table:show_changes",
-                takes=TargetKind.path,
-                choice=ByTarget("systolic.forecasting.command:is_saved"),
-            ),
+        VerbForm(
+            function="systolic.forecasting.command:forecast",
+            view="systolic.forecasting.display.view:show",
+            check="systolic.forecasting.display.view:check",
+            takes=TargetKind.recipe,
+            needs="a recipe or a model",
         ),
+        VerbForm(
+            function="systolic.forecasting.command:forecast_command",
+            view="systolic.forecasting.display.view:show_step",
+            takes=TargetKind.program,
+            choice=ByProgram(),
+        ),
+        VerbForm(
+            function="systolic.forecasting.command:forecast_server",
+            view="systolic.forecasting.display.view:show_server",
+            takes=TargetKind.recipe,
+            needs="a model or a recipe",
+            choice=BySwitch("serve"),
+        ),
+        VerbForm(
+            function="systolic.forecasting.command:forecast_dump",
+            view="systolic.forecasting.display.view:show",
+            check="systolic.forecasting.display.view:check",
+            takes=TargetKind.path,
+            choice=ByTarget("systolic.forecasting.command:is_dump"),
+        ),
+        VerbForm(
+            function="systolic.forecasting.comparison:compare_forecasts",
+            view="systolic.forecasting.display.op_table:show_changes",
+            takes=TargetKind.path,
+            choice=ByTarget("systolic.forecasting.command:is_saved"),
+        ),
+        usage="systolic.forecasting.command:USAGE",
     ),
     "plan": Verb(
-        "systolic.planning.command:USAGE",
         "finds the slice and layout that train a recipe soonest or cheapest",
-        (
-            VerbForm(
-                function="systolic.planning.command:plan",
-                view="systolic.planning.display.view:show",
-                reporter="systolic.planning.display.progress:SearchReporter",
-                takes=TargetKind.recipe,
-                needs="a recipe or a model",
-            ),
-            VerbForm(
-                function="systolic.planning.command:plan_program",
-                view="systolic.planning.display.view:show_ranking",
-                takes=TargetKind.program,
-                choice=ByProgram(),
-            ),
-            VerbForm(
-                function="systolic.planning.serving:plan_serving",
-                view="systolic.planning.display.view:show_serving",
-                takes=TargetKind.recipe,
-                needs="a model",
-                choice=ByWord("serve"),
-                usage="systolic.planning.serving:USAGE",
-            ),
+        VerbForm(
+            function="systolic.planning.command:plan",
+            view="systolic.planning.display.view:show",
+            reporter="systolic.planning.display.progress:SearchReporter",
+            takes=TargetKind.recipe,
+            needs="a recipe or a model",
         ),
+        VerbForm(
+            function="systolic.planning.command:plan_program",
+            view="systolic.planning.display.view:show_ranking",
+            takes=TargetKind.program,
+            choice=ByProgram(),
+        ),
+        VerbForm(
+            function="systolic.planning.serving:plan_serving",
+            view="systolic.planning.display.view:show_serving",
+            takes=TargetKind.recipe,
+            needs="a model",
+            choice=ByWord("serve"),
+            usage="systolic.planning.serving:USAGE",
+        ),
+        usage="systolic.planning.command:USAGE",
     ),
     "calibrate": Verb(
-        "systolic.explaining.calibrate:USAGE",
         "corrects the simulator by profiles of your own chips, for forecast and plan",
-        (
-            VerbForm(
-                function="systolic.explaining.calibrate:calibrate",
-                view="systolic.explaining.display.view:show_calibrated",
-                takes=TargetKind.words,
-                words=("profiles",),
-            ),
+        VerbForm(
+            function="systolic.explaining.calibrate:calibrate",
+            view="systolic.explaining.display.view:show_calibrated",
+            words=("profiles",),
         ),
+        usage="systolic.explaining.calibrate:USAGE",
     ),
     "calibrations": Verb(
-        "systolic.explaining.calibrate:LIST_USAGE",
         "lists calibrations, or one with what it rests on",
-        (
-            VerbForm(
-                function="systolic.explaining.calibrate:calibrations",
-                view="systolic.explaining.display.view:show_calibrations",
-                takes=TargetKind.words,
-                words=("name",),
-            ),
+        VerbForm(
+            function="systolic.explaining.calibrate:calibrations",
+            view="systolic.explaining.display.view:show_calibrations",
+            words=("name",),
         ),
+        usage="systolic.explaining.calibrate:LIST_USAGE",
     ),
     "explain": Verb(
-        "systolic.explaining.command:USAGE",
         "why a run, a step or a profile is slow or fails to learn, and what to change",
-        (
-            VerbForm(
-                function="systolic.explaining.command:explain_step",
-                view="systolic.explaining.display.view:show",
-                reporter="systolic.explaining.display.progress:ExplainReporter",
-                takes=TargetKind.recipe,
-                needs="a run, a recipe, a profile, a saved forecast, or -- and a command",
-            ),
-            VerbForm(
-                function="systolic.explaining.command:explain_saved",
-                view="systolic.explaining.display.view:show",
-                reporter="systolic.explaining.display.progress:ExplainReporter",
-                takes=TargetKind.run,
-                choice=ByTarget(TARGET_KIND, "forecast"),
-            ),
-            VerbForm(
-                function="systolic.explaining.command:explain_run",
-                view="systolic.explaining.display.view:show_run",
-                takes=TargetKind.path,
-                choice=ByTarget(TARGET_KIND, "run"),
-            ),
-            VerbForm(
-                function="systolic.explaining.command:explain_profile",
-                view="systolic.explaining.display.view:show_profile",
-                reporter="systolic.explaining.display.progress:ExplainReporter",
-                takes=TargetKind.path,
-                choice=ByTarget(TARGET_KIND, "profile"),
-            ),
-            VerbForm(
-                function="systolic.explaining.command:explain_program",
-                view="systolic.explaining.display.view:show_program",
-                takes=TargetKind.program,
-                choice=ByProgram(),
-                done="explained",
-            ),
-            VerbForm(
-                function="systolic.explaining.command:explain_dump",
-                view="systolic.explaining.display.view:show_program",
-                takes=TargetKind.path,
-                choice=ByTarget(TARGET_KIND, "dump"),
-            ),
+        VerbForm(
+            function="systolic.explaining.command:explain_step",
+            view="systolic.explaining.display.view:show",
+            reporter="systolic.explaining.display.progress:ExplainReporter",
+            takes=TargetKind.recipe,
+            needs="a run, a recipe, a profile, a saved forecast, or -- and a command",
         ),
+        VerbForm(
+            function="systolic.explaining.command:explain_saved",
+            view="systolic.explaining.display.view:show",
+            reporter="systolic.explaining.display.progress:ExplainReporter",
+            takes=TargetKind.run,
+            choice=ByTarget(TARGET_KIND, "forecast"),
+        ),
+        VerbForm(
+            function="systolic.explaining.command:explain_run",
+            view="systolic.explaining.display.view:show_run",
+            takes=TargetKind.path,
+            choice=ByTarget(TARGET_KIND, "run"),
+        ),
+        VerbForm(
+            function="systolic.explaining.command:explain_profile",
+            view="systolic.explaining.display.view:show_profile",
+            reporter="systolic.explaining.display.progress:ExplainReporter",
+            takes=TargetKind.path,
+            choice=ByTarget(TARGET_KIND, "profile"),
+        ),
+        VerbForm(
+            function="systolic.explaining.command:explain_program",
+            view="systolic.explaining.display.view:show_program",
+            takes=TargetKind.program,
+            choice=ByProgram(),
+            done="explained",
+        ),
+        VerbForm(
+            function="systolic.explaining.command:explain_dump",
+            view="systolic.explaining.display.view:show_program",
+            takes=TargetKind.path,
+            choice=ByTarget(TARGET_KIND, "dump"),
+        ),
+        usage="systolic.explaining.command:USAGE",
     ),
     "train": Verb(
-        "systolic.training.command:USAGE",
         "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
-        (
-            TRAIN,
-            VerbForm(
-                function="systolic.training.command:resume",
-                view="systolic.training.display.view:show",
-                reporter="systolic.training.display.view:TrainReporter",
-                takes=TargetKind.run,
-                choice=ByFirstOption("resume"),
-            ),
-            VerbForm(
-                function="systolic.training.command:replay",
-                view="systolic.training.display.view:show_replay",
-                takes=TargetKind.path,
-                choice=ByFirstOption("replay"),
-            ),
-            VerbForm(
-                function="systolic.training.command:rehearse",
-                view="systolic.training.display.view:show_rehearsal",
-                reporter="systolic.training.display.view:RehearsalReporter",
-                takes=TargetKind.recipe,
-                needs="a recipe",
-                choice=ByOption("rehearse"),
-                beside="systolic.training.command:train",
-            ),
+        TRAIN,
+        VerbForm(
+            function="systolic.training.command:resume",
+            view="systolic.training.display.view:show",
+            reporter="systolic.training.display.view:TrainReporter",
+            takes=TargetKind.run,
+            choice=ByFirstOption("resume"),
         ),
+        VerbForm(
+            function="systolic.training.command:replay",
+            view="systolic.training.display.view:show_replay",
+            takes=TargetKind.path,
+            choice=ByFirstOption("replay"),
+        ),
+        VerbForm(
+            function="systolic.training.command:rehearse",
+            view="systolic.training.display.view:show_rehearsal",
+            reporter="systolic.training.display.view:RehearsalReporter",
+            takes=TargetKind.recipe,
+            needs="a recipe",
+            choice=ByOption("rehearse"),
+            beside="systolic.training.command:train",
+        ),
+        usage="systolic.training.command:USAGE",
     ),
     "tune": Verb(
-        "systolic.tuning.command:USAGE",
         "searches the settings that train a recipe best",
-        (
-            VerbForm(
-                function="systolic.tuning.command:tune",
-                view="systolic.tuning.display.view:show",
-                reporter="systolic.tuning.display.progress:StudyReporter",
-                takes=TargetKind.recipe,
-                needs="a recipe",
-            ),
+        VerbForm(
+            function="systolic.tuning.command:tune",
+            view="systolic.tuning.display.view:show",
+            reporter="systolic.tuning.display.progress:StudyReporter",
+            takes=TargetKind.recipe,
+            needs="a recipe",
         ),
+        usage="systolic.tuning.command:USAGE",
     ),
     "launch": Verb(
-        "systolic.launching.command:USAGE",
         "trains a recipe on another platform: writes its files, shows the bill, submits",
-        (
-            VerbForm(
-                function="systolic.launching.command:launch",
-                view="systolic.launching.view:show_launch",
-                reporter="systolic.launching.view:LaunchReporter",
-                takes=TargetKind.recipe_as_typed,
-                needs="a recipe",
-            ),
-            VerbForm(
-                function="systolic.launching.command:launch_server",
-                view="systolic.launching.view:show_launch",
-                reporter="systolic.launching.view:LaunchReporter",
-                takes=TargetKind.words,
-                needs="a Bundle, or gs://BUCKET/FOLDER",
-                choice=ByWord("serve"),
-                usage="systolic.launching.command:SERVE_USAGE",
-            ),
+        VerbForm(
+            function="systolic.launching.command:launch",
+            view="systolic.launching.view:show_launch",
+            reporter="systolic.launching.view:LaunchReporter",
+            takes=TargetKind.recipe_as_typed,
+            needs="a recipe",
         ),
+        VerbForm(
+            function="systolic.launching.command:launch_server",
+            view="systolic.launching.view:show_launch",
+            reporter="systolic.launching.view:LaunchReporter",
+            needs="a Bundle, or gs://BUCKET/FOLDER",
+            choice=ByWord("serve"),
+            usage="systolic.launching.command:SERVE_USAGE",
+        ),
+        usage="systolic.launching.command:USAGE",
     ),
     "runs": Verb(
-        "",
         "lists launches: where, at what price, what they have used",
-        (
-            VerbForm(
-                function="systolic.launching.command:launches",
-                view="systolic.launching.view:show_runs",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.launching.command:launches",
+            view="systolic.launching.view:show_runs",
         ),
     ),
     "status": Verb(
-        "",
         "shows the state of a launch",
-        (
-            VerbForm(
-                function="systolic.launching.command:status",
-                view="systolic.launching.view:show_status",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.launching.command:status",
+            view="systolic.launching.view:show_status",
         ),
     ),
     "logs": Verb(
-        "",
         "prints the output of a launch; -f follows it",
-        (
-            VerbForm(
-                function="systolic.launching.command:logs",
-                view="systolic.launching.view:show_logs",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.launching.command:logs",
+            view="systolic.launching.view:show_logs",
         ),
     ),
     "stop": Verb(
-        "",
         "stops a launch, after its training has saved",
-        (
-            VerbForm(
-                function="systolic.launching.command:stop",
-                view="systolic.launching.view:show_stop",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.launching.command:stop",
+            view="systolic.launching.view:show_stop",
         ),
     ),
     "import": Verb(
-        "",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
-        (
-            VerbForm(
-                function="systolic.formats.command:import_model",
-                view="systolic.formats.view:show_import",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.formats.command:import_model",
+            view="systolic.formats.view:show_import",
         ),
     ),
     "eval": Verb(
-        "",
         "evaluates a run on its held-out data",
-        (
-            VerbForm(
-                function="systolic.inference.command:evaluate",
-                view="systolic.inference.display.view:show_metrics",
-                takes=TargetKind.words,
-                words=("model",),
-            ),
+        VerbForm(
+            function="systolic.inference.command:evaluate",
+            view="systolic.inference.display.view:show_metrics",
+            words=("model",),
         ),
     ),
     "generate": Verb(
-        "",
         "continues prompts with a trained language model",
-        (
-            VerbForm(
-                function="systolic.inference.command:generate",
-                view="systolic.inference.display.view:show_texts",
-                reporter="systolic.inference.display.view:TextReporter",
-                takes=TargetKind.words,
-                words=("model", "prompts"),
-            ),
+        VerbForm(
+            function="systolic.inference.command:generate",
+            view="systolic.inference.display.view:show_texts",
+            reporter="systolic.inference.display.view:TextReporter",
+            words=("model", "prompts"),
         ),
     ),
     "predict": Verb(
-        "",
         "labels files with a trained model",
-        (
-            VerbForm(
-                function="systolic.inference.command:predict",
-                view="systolic.inference.display.view:show_predictions",
-                reporter="systolic.inference.display.view:AnswerReporter",
-                takes=TargetKind.words,
-                words=("model", "files"),
-            ),
+        VerbForm(
+            function="systolic.inference.command:predict",
+            view="systolic.inference.display.view:show_predictions",
+            reporter="systolic.inference.display.view:AnswerReporter",
+            words=("model", "files"),
         ),
     ),
     "serve": Verb(
-        "systolic.serving.command:SERVE_USAGE",
         "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving",
-        (
-            VerbForm(
-                function="systolic.serving.command:serve",
-                view="systolic.serving.display.view:show_server",
-                reporter="systolic.serving.display.view:ServeReporter",
-                takes=TargetKind.words,
-                words=("models",),
-            ),
+        VerbForm(
+            function="systolic.serving.command:serve",
+            view="systolic.serving.display.view:show_server",
+            reporter="systolic.serving.display.view:ServeReporter",
+            words=("models",),
         ),
+        usage="systolic.serving.command:SERVE_USAGE",
     ),
     "batch": Verb(
-        "systolic.serving.command:BATCH_USAGE",
         "answers a file of requests in OpenAI's batch format, each line exactly once",
-        (
-            VerbForm(
-                function="systolic.serving.command:batch",
-                view="systolic.serving.display.view:show_batch",
-                reporter="systolic.serving.display.view:BatchReporter",
-                takes=TargetKind.words,
-                words=("model", "source", "out"),
-            ),
+        VerbForm(
+            function="systolic.serving.command:batch",
+            view="systolic.serving.display.view:show_batch",
+            reporter="systolic.serving.display.view:BatchReporter",
+            words=("model", "source", "out"),
         ),
+        usage="systolic.serving.command:BATCH_USAGE",
     ),
     "quantize": Verb(
-        "systolic.quantizing.command:USAGE",
         "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
-        (
-            VerbForm(
-                function="systolic.quantizing.command:quantize_model",
-                view="systolic.quantizing.display.view:show",
-                takes=TargetKind.words,
-                words=("path",),
-            ),
+        VerbForm(
+            function="systolic.quantizing.command:quantize_model",
+            view="systolic.quantizing.display.view:show",
+            words=("path",),
         ),
+        usage="systolic.quantizing.command:USAGE",
     ),
     "export": Verb(
-        "",
         "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle",
-        (
-            VerbForm(
-                function="systolic.formats.command:export",
-                view="systolic.formats.view:show_export",
-                takes=TargetKind.words,
-            ),
+        VerbForm(
+            function="systolic.formats.command:export",
+            view="systolic.formats.view:show_export",
         ),
     ),
     "compare": Verb(
-        "",
         "two models side by side: size, quality, answers, latency, forecast",
-        (
-            VerbForm(
-                function="systolic.comparing.command:compare_models",
-                view="systolic.comparing.display.view:show",
-                takes=TargetKind.words,
-                words=("a", "b"),
-            ),
+        VerbForm(
+            function="systolic.comparing.command:compare_models",
+            view="systolic.comparing.display.view:show",
+            words=("a", "b"),
         ),
     ),
     "verify": Verb(
-        "",
         "checks that a Bundle is whole, and that it computes here what it computed",
-        (
-            VerbForm(
-                function="systolic.inference.command:verify_bundle",
-                view="systolic.inference.display.view:show_verified",
-                takes=TargetKind.words,
-                words=("path",),
-            ),
+        VerbForm(
+            function="systolic.inference.command:verify_bundle",
+            view="systolic.inference.display.view:show_verified",
+            words=("path",),
         ),
     ),
 }
@@ -554,9 +463,7 @@ def _verb(args: list[str]) -> int | None:
     rest = args[1:] if args[0] in OWN_BUCKETS else _copied(args[1:])
     verb = VERBS[args[0]]
     with reporting(StderrReporter()):
-        if verb.forms:
-            return run_forms(args[0], verb.module, verb.forms, rest)
-        return import_module(f"systolic.cli.{verb.module}").run(rest)
+        return run_forms(args[0], verb.usage, verb.forms, rest)
 
 
 def _copied(args: list[str]) -> list[str]:

@@ -90,6 +90,15 @@ class MissingExtraError(SystolicError):
         super().__init__(f"{feature} needs packages that are not installed: pip install {what}")
 
 
+@contextmanager
+def extra(feature: str, name: str) -> Generator[None, None, None]:
+    """Turns an import that fails within it into a MissingExtraError: the feature needs the extra of this name."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(feature, name) from error
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean X?"`` for the closest of ``known``, else ``""``."""
     folded = {k.lower(): k for k in known}

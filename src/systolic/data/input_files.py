@@ -7,23 +7,27 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import nearest_file
 from systolic.data.text.line_files import not_json, refuse_other
 from systolic.data.text.row_forms import table_rows
-from systolic.job.data import Batches, Data, Field, Read, Split
+from systolic.job.data import Field, NoExamples
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InputFiles(Data):
+class InputFiles(NoExamples):
     """``.npz`` files with an array for each input, all examples of a file first; every split is empty."""
+
+    refusal: ClassVar[str] = (
+        "an imported program brings no {split} data; train it in a recipe of your own, with systolic.data.arrays.Arrays"
+    )
 
     inputs: Mapping[str, Field]
     """By name, without the batch dim."""
@@ -38,21 +42,6 @@ class InputFiles(Data):
     def fields(self) -> Mapping[str, Field]:
         """The inputs."""
         return dict(self.inputs)
-
-    def size(self, split: Split) -> int:
-        """0: there are no examples."""
-        del split
-        return 0
-
-    def open(self, read: Read) -> Batches:
-        """Refuses.
-
-        Raises:
-            OptionError: always.
-        """
-        raise OptionError(
-            f"an imported program brings no {read.split.value} data; train it in a recipe of your own, with systolic.data.arrays.Arrays"
-        )
 
     def load(self, path: Path) -> dict[str, Any]:
         """The one example of a file; raises as :meth:`examples`."""

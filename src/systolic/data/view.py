@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.units import gibibytes
 from systolic.report.figures import plural
-from systolic.report.output import StderrReporter, print_json
+from systolic.report.output import StderrReporter, or_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -52,16 +52,9 @@ class ReadingReporter(StderrReporter):
         self._bars.update(self._tasks[state.part], completed=state.done)
 
 
-def show_packed(packed: "PackedData", *, json: bool = False) -> int:
-    """Prints what was packed; returns the exit code.
-
-    Args:
-        packed: The packed data.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(packed.to_json())
-        return 0
+@or_json
+def show_packed(packed: "PackedData") -> None:
+    """Prints what was packed."""
     for split, about in packed.content["splits"].items():
         print(
             f"  {split:<10}  "
@@ -73,38 +66,22 @@ def show_packed(packed: "PackedData", *, json: bool = False) -> int:
         )
     print(f"{packed.path}: {gibibytes(packed.file_bytes)}")
     print(f"next: {packed.next}")
-    return 0
 
 
-def show_tokenizer(tokenizer: "LearnedTokenizer", *, json: bool = False) -> int:
-    """Prints a tokenizer's size and compression; returns the exit code.
-
-    Args:
-        tokenizer: The tokenizer.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(tokenizer.to_json())
-        return 0
+@or_json
+def show_tokenizer(tokenizer: "LearnedTokenizer") -> None:
+    """Prints a tokenizer's size and compression."""
     print(
         f"{tokenizer.path}: {tokenizer.vocab:,} tokens from {plural(tokenizer.documents, 'document')}"
     )
     if tokenizer.bytes_per_token is not None:
         print(f"  held-out text: {tokenizer.bytes_per_token:.2f} bytes a token")
     print(f"next: {tokenizer.next}")
-    return 0
 
 
-def show_inspected(inspected: "InspectedData", *, json: bool = False) -> int:
-    """Prints fields, counts and the first examples; returns the exit code.
-
-    Args:
-        inspected: The data with its record.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(inspected.to_json())
-        return 0
+@or_json
+def show_inspected(inspected: "InspectedData") -> None:
+    """Prints fields, counts and the first examples."""
     from rich.console import Console
 
     from systolic.data.inspect import pictures
@@ -116,4 +93,3 @@ def show_inspected(inspected: "InspectedData", *, json: bool = False) -> int:
     if shown:
         colour = console.color_system is not None
         console.print(sheet(shown, inspected.data.labels(), colour=colour))
-    return 0

@@ -105,8 +105,12 @@ def interval_of(
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
 
 
-def measured_range(timeline: Timeline) -> tuple[float, float, float]:
-    """Seconds of the core in kinds of op whose spread a calibration measured, and the least and most that they may be."""
+def range_of(
+    generation: str, timeline: Timeline, facts: ProgramFacts, schedule: ScheduleDetail
+) -> tuple[float, float, str]:
+    """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it, and those of kinds that a calibration measured its spread."""
+    by_rule, least, most = timeline.by_rule
+    # Seconds of the core in kinds of op whose spread a calibration measured, and the least and most that they may be.
     sums = [0.0, 0.0, 0.0]
     for kind, seconds in corrected_seconds(timeline).items():
         assert timeline.calibration is not None
@@ -114,15 +118,7 @@ def measured_range(timeline: Timeline) -> tuple[float, float, float]:
         if ends is not None:
             for at, times in enumerate((1.0, *ends)):
                 sums[at] += seconds * times
-    return sums[0], sums[1], sums[2]
-
-
-def range_of(
-    generation: str, timeline: Timeline, facts: ProgramFacts, schedule: ScheduleDetail
-) -> tuple[float, float, str]:
-    """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it, and those of kinds that a calibration measured its spread."""
-    by_rule, least, most = timeline.by_rule
-    own, own_least, own_most = measured_range(timeline)
+    own, own_least, own_most = sums[0], sums[1], sums[2]
     rest = max(timeline.seconds - by_rule - own, 0.0)
     low, high, text = interval_of(generation, rest, facts, schedule)
     if own and timeline.calibration is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError
+from systolic.core.errors import DataError, OptionError, extra
 from systolic.core.files import refuse_pointer, write_json
 from systolic.core.store import cache_home
 
@@ -99,10 +99,8 @@ def read(path: Path) -> dict[str, TorchTensor]:
 
     Raises: as :func:`open_state_dict`.
     """
-    try:
+    with extra(f"reading {path.name}", "torch"):
         import torch
-    except ImportError as error:
-        raise MissingExtraError(f"reading {path.name}", "torch") from error
     import pickle
     import zipfile
 

@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from systolic.core.units import duration, si
-from systolic.report.output import print_json, warn
+from systolic.report.output import or_json, warn
 
 if TYPE_CHECKING:
     from systolic.formats.conversion import ModelExport
@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from systolic.serving.docker import ExportedImage
 
 
-def show_import(imported: "Imported", *, json: bool = False) -> int:
-    """Prints what was imported; returns the exit code.
-
-    Args:
-        imported: The Bundle.
-        json: Print one JSON object.
-    """
+@or_json
+def show_import(imported: "Imported") -> None:
+    """Prints what was imported."""
     from systolic.formats.importing import NOT_ASKED
 
-    if json:
-        print_json(imported.to_json())
-        return 0
     print(
         f"{imported.path}: {imported.parameters:,} parameters in {imported.dtype}, {si(imported.bytes, 'B')}, in {duration(imported.seconds)}"
     )
@@ -43,29 +36,18 @@ def show_import(imported: "Imported", *, json: bool = False) -> int:
         warn(
             f"{imported.unusable}, then import it again: without it the Bundle computes and reads no text"
         )
-    return 0
 
 
+@or_json
 def show_export(
     exported: "Exported | ExportedGguf | ExportedImage | ModelExport | LiteExport | EdgeTpuReport",
-    *,
-    json: bool = False,
-) -> int:
-    """Prints what was exported, or what the Edge TPU takes of a file; returns the exit code.
-
-    Args:
-        exported: What was written, or the report on a file.
-        json: Print one JSON object.
-    """
+) -> None:
+    """Prints what was exported, or what the Edge TPU takes of a file."""
     from systolic.formats.litert.edge_tpu import EdgeTpuReport
 
-    if json:
-        print_json(exported.to_json())
-        return 0
     if not isinstance(exported, EdgeTpuReport):
         print(
             f"{exported.path}: {exported.kind}, {exported.parameters:,} parameters, {si(exported.bytes, 'B')}, in {duration(exported.seconds)}"
         )
     for line in exported.lines():
         print(line)
-    return 0

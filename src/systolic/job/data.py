@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import check
@@ -251,3 +251,24 @@ class Data(ABC):
         """The same data with the classes that a run was trained on, whatever the files say now; unchanged if they are fixed."""
         del labels
         return self
+
+
+class NoExamples(Data):
+    """Base of the data of a model that came trained: all splits are empty."""
+
+    __slots__ = ()
+    refusal: ClassVar[str]
+    """Why ``{split}`` can't be read, and what to do."""
+
+    def size(self, split: Split) -> int:
+        """0: there are no examples."""
+        del split
+        return 0
+
+    def open(self, read: Read) -> Batches:
+        """Refuses.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(self.refusal.format(split=read.split.value))

@@ -5,11 +5,12 @@ The mesh has six named axes. A size of 1 turns an axis off; ``fsdp = -1`` takes 
 
 import enum
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from systolic.core.errors import LayoutError
+from systolic.core.errors import LayoutError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 from systolic.core.units import plural
 
@@ -350,3 +351,33 @@ def fields_of(group: Group) -> tuple[str, ...]:
 def group_of(name: str) -> Group:
     """The group of a field."""
     return next(group for group in Group if name in fields_of(group))
+
+
+def refuse_axes(
+    layout: Layout, model: str, *axes: Axis, instead: str = "layout.data or layout.fsdp"
+) -> None:
+    """Raises LayoutError when one of ``axes`` is used, which ``model`` has nothing to split over."""
+    for axis in axes:
+        if layout.size(axis) > 1:
+            raise LayoutError(
+                f"layout.{axis.value} is {layout.size(axis)} but {model} has nothing to split that way; set it to 1 and use {instead}"
+            )
+
+
+def check_divides(layout: Layout, sizes: Iterable[tuple[Axis, str, int]]) -> None:
+    """Raises LayoutError for the first axis that does not divide the size of a model's dim of this name."""
+    for axis, dim, size in sizes:
+        if size % layout.size(axis):
+            raise LayoutError(
+                f"layout.{axis.value} {layout.size(axis)} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
+            )
+
+
+def check_names(layout: Layout, model: str, activations: Sequence[str]) -> None:
+    """Raises LayoutError where the layout keeps an activation that ``model`` does not name."""
+    if layout.remat in (Remat.save_names, Remat.offload):
+        for name in (*layout.remat_names, *layout.saved_names):
+            if name not in activations:
+                raise LayoutError(
+                    f"layout.remat-names has {name!r}{nearest(name, activations)}; {model} names {', '.join(activations)}"
+                )

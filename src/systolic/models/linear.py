@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from systolic.core.errors import MissingExtraError
+from systolic.core.errors import extra
 from systolic.job import Rounding, Target
 from systolic.models.quantized.activation_stats import Watched, watched_input
 from systolic.models.quantized.codes import Quantized, quantized_product
@@ -221,10 +221,8 @@ def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
 
 @cache
 def _rounded(matmul_format: str, gradients: bool, largest: float) -> Any:
-    try:
+    with extra(f"precision {matmul_format}", "quant"):
         from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
-    except ImportError as error:
-        raise MissingExtraError(f"precision {matmul_format}", "quant") from error
     forward = jnp.int8 if matmul_format == "int8" else jnp.float8_e4m3fn
     backward = jnp.int8 if matmul_format == "int8" else jnp.float8_e5m2
     range_ = f"fixed,{-largest},{largest}" if largest else "absmax"

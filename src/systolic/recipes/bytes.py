@@ -1,6 +1,6 @@
 """A byte-level language model on the Python standard library, in about three minutes on two cores."""
 
-from systolic.core.arguments import with_types
+from systolic.core.arguments import explained_by, with_types
 from systolic.data.text.bytes import StandardLibrary
 from systolic.job import (
     Batch,
@@ -17,6 +17,7 @@ from systolic.job import (
     ScheduleKind,
 )
 from systolic.models.decoder.config import Decoder
+from systolic.recipes.lm import lm
 from systolic.steps.tasks.language import LanguageModel, Unit
 
 BATCH = Batch(total=16)
@@ -46,6 +47,7 @@ SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=10, final=0.0)
 
 
 @with_types
+@explained_by(lm)
 def bytes(
     model: Decoder = MODEL,
     steps: int = 500,
@@ -72,13 +74,8 @@ def bytes(
         sequence: Bytes per row.
         optimizer: The update rule.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
-        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: Dtypes of weights, gradients and optimizer state.
-        layout: Parallelism and memory settings.
         evaluation: When to evaluate, and early stopping; the last evaluation always reads all validation files.
         checkpoints: When to save, and which to keep.
-        guard: Handling of a loss that is not a number or jumps.
-        seed: Seed of the initial weights and the order of the data.
     """
     return Job(
         name="bytes",

@@ -3,7 +3,7 @@
 import enum
 from pathlib import Path
 
-from systolic.core.arguments import with_types
+from systolic.core.arguments import explained_by, with_types
 from systolic.data.image.idx import DEBIAN, Idx
 from systolic.job import (
     Batch,
@@ -22,6 +22,7 @@ from systolic.job import (
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import ViT
+from systolic.recipes.digits import digits
 from systolic.steps.tasks.classification import Classification
 
 
@@ -71,6 +72,7 @@ SCHEDULE = Schedule(warmup=100, final=0.01)
 
 
 @with_types
+@explained_by(digits)
 def fashion(
     path: Path = DEBIAN / "fashion-mnist",
     model: FashionModel = FashionModel.resnet,
@@ -95,16 +97,10 @@ def fashion(
         model: A small residual network, or a small vision transformer, which reaches 87 % in as many steps.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 128.
-        batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
-        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: Dtypes of weights, gradients and optimizer state.
-        layout: Parallelism and memory settings.
         evaluation: When to evaluate, and early stopping.
-        checkpoints: When to save, and which to keep.
-        guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the initial weights, the order and the augmentation.
     """
     return Job(

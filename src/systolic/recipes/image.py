@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.arguments import with_types
+from systolic.core.arguments import explained_by, with_types
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.data.image.images import Images
@@ -32,6 +32,7 @@ from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import Preset, ViT
+from systolic.recipes.digits import digits
 from systolic.steps.tasks.classification import Classification
 
 
@@ -81,6 +82,7 @@ SMALL_SIZE = 64
 
 
 @with_types
+@explained_by(digits)
 def image(
     path: Path | None = None,
     model: ImageModel = ImageModel.resnet50,
@@ -117,18 +119,12 @@ def image(
         classes: Number of classes; by default the number of class folders, and 1000 without a path.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
-        batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule; by default SGD at 0.1 for resnets and 0.045 for mobilenet-v2, and AdamW at 0.00025 for vits, per 256 images of batch.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
-        label_smoothing: Share of the probability spread evenly over the classes.
         augmentation: Augmentation of training examples.
         data: Reading of pictures.
-        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: Dtypes of weights, gradients and optimizer state.
-        layout: Parallelism and memory settings.
         evaluation: When to evaluate, and early stopping.
         checkpoints: When to save, and which to keep.
-        guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the initial weights, the order and the crops.
     """
     images = Images(path=path, side=size, augmentation=augmentation, on_error=data.on_error)

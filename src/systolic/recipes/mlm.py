@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.arguments import with_types
+from systolic.core.arguments import explained_by, with_types
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, Range
 from systolic.data.text.masked import Masked
@@ -22,7 +22,7 @@ from systolic.job import (
     ScheduleKind,
 )
 from systolic.models.encoder.config import Encoder
-from systolic.recipes.lm import rows_of, wide_enough
+from systolic.recipes.lm import lm, rows_of, wide_enough
 from systolic.steps.tasks.language import MaskedTokens
 
 BATCH = Batch(per_device=8)
@@ -32,6 +32,7 @@ SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=100, final=0.0)
 
 
 @with_types
+@explained_by(lm)
 def mlm(
     path: Path | None = None,
     tokenizer: Path | None = None,
@@ -58,26 +59,12 @@ def mlm(
     """Trains a bidirectional encoder (BERT: learned positions, norms after sums, GELU) on any text, by masked tokens.
 
     Args:
-        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or a folder from systolic data pack; by default the Python standard library.
-        tokenizer: A tokenizer.json or its folder; by default bytes, or the tokenizer of packed data.
-        validation: Validation text; by default a share of the documents.
-        field: The JSONL field or the column that holds the text.
-        shuffle_windows: Windows of text, of about 256 rows each, whose rows are shuffled together; more need more memory and shuffle longer documents.
         model: The encoder's sizes.
         sequence: Tokens per row; documents are packed into rows and don't see each other.
         mask_share: Share of a row's tokens to predict; of these 80 % are masked, 10 % replaced, 10 % left.
         predictions: Most tokens to predict in a row; by default mask-share of the sequence, rounded down.
-        batch_per_device: Rows per device and pass, by default 8; may be a fraction where an axis splits a row over devices.
-        batch: Rows per optimizer step, instead of batch-per-device.
-        steps: Optimizer steps.
         optimizer: The update rule.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
-        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: Dtypes of weights, gradients and optimizer state.
-        layout: Parallelism and memory settings.
-        evaluation: When to evaluate, and early stopping.
-        checkpoints: When to save, and which to keep.
-        guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the initial weights, the order of the data and its masks.
     """
     if not model.head:

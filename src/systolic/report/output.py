@@ -1,8 +1,10 @@
 """Results on stdout as JSON, and the command line's reporter: progress and warnings on stderr."""
 
+import inspect
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,25 @@ def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that JSON has no form for become null."""
     sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+def or_json(show: Callable[..., None]) -> Callable[..., int]:
+    """Decorator for a view: adds the option ``json``, which prints the answer's ``to_json`` instead; the view returns the exit code 0."""
+
+    def shown(answer: Any, *, json: bool = False, **options: Any) -> int:
+        if json:
+            print_json(answer.to_json())
+        else:
+            show(answer, **options)
+        return 0
+
+    signature = inspect.signature(show)
+    option = inspect.signature(shown).parameters["json"]
+    shown.__signature__ = signature.replace(  # ty: ignore[missing-attribute]
+        parameters=[*signature.parameters.values(), option], return_annotation=int
+    )
+    shown.__doc__ = f"{inspect.getdoc(show)}\n\nArgs:\n    json: Print one JSON object."
+    return shown
 
 
 def warn(text: str) -> None:

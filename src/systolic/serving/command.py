@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from systolic.core.arguments import OptionWords, command_of, explained_by
-from systolic.core.errors import MissingExtraError, OptionError
+from systolic.core.errors import MissingExtraError, OptionError, extra
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.core.reporter import reporter, working
 from systolic.job import Precision, ServedCache
@@ -151,10 +151,8 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         RunError: a model can't be opened, or the port can't be listened on.
     """
     words = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
-    try:
+    with extra("systolic serve", "serve"):
         from systolic.serving.http.process import Address
-    except ImportError as error:
-        raise MissingExtraError("systolic serve", "serve") from error
     from systolic.serving import server
     from systolic.serving.workload import TrafficBook
 

@@ -5,13 +5,15 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.batch.request import BatchModel
 from systolic.serving.text.request import TextEngine
+
+if TYPE_CHECKING:
+    from systolic.serving.batch.model import DynamicBatches
 
 ENDS = ("versions", "labels", "metadata", "ready", "infer", "load", "unload")
 """Words that follow a model's name in paths, and so can't be in the name after a ``/``."""
@@ -50,15 +52,11 @@ class LiveEngine(TextEngine, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedText:
-    """A language model with what turns requests into its tokens."""
+class ModelVersion:
+    """A version of a model that a server has open."""
 
     name: str
     version: int = 1
-    engine: LiveEngine
-    tokenizer: Tokenizer
-    template: ChatTemplate | None = None
-    """None for a model that knows no chat."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
     contents: str = ""
@@ -68,6 +66,16 @@ class ServedText:
     def key(self) -> Key:
         """Its name and version."""
         return self.name, self.version
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedText(ModelVersion):
+    """A language model with what turns requests into its tokens."""
+
+    engine: LiveEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    """None for a model that knows no chat."""
 
     @property
     def kind(self) -> str:
@@ -96,21 +104,10 @@ class ServedText:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ServedBatch:
+class ServedBatch(ModelVersion):
     """A model that answers whole requests."""
 
-    name: str
-    version: int = 1
-    model: BatchModel
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Unix seconds."""
-    contents: str = ""
-    """Fingerprint of the files that it was opened from; empty where it is not known."""
-
-    @property
-    def key(self) -> Key:
-        """Its name and version."""
-        return self.name, self.version
+    model: "DynamicBatches"
 
     @property
     def kind(self) -> str:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
@@ -20,6 +20,9 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, Shares, counts_of
 from systolic.hlo.module import named
 from systolic.sim.calibration import Calibration, constant
+
+if TYPE_CHECKING:
+    from systolic.sim.timeline import Span
 
 PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
@@ -551,36 +554,12 @@ def answers(computation: Computation, instruction: Instruction) -> bool:
     return False
 
 
-class Timed(Protocol):
-    """A span of a timeline."""
-
-    @property
-    def name(self) -> str:
-        """The HLO instruction."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of one run."""
-        ...
-
-    @property
-    def repeat(self) -> float:
-        """Iterations of a loop."""
-        ...
-
-    @property
-    def inside(self) -> "Sequence[Timed]":
-        """Spans of one iteration."""
-        ...
-
-
-def measured(missed: Iterable[Incomplete], spans: Sequence[Timed]) -> tuple[Incomplete, ...]:
+def measured(missed: Iterable[Incomplete], spans: "Sequence[Span]") -> tuple[Incomplete, ...]:
     """Adds the seconds and runs that a timeline's spans have for each; the largest first."""
     seconds: dict[str, float] = defaultdict(float)
     runs: dict[str, float] = {}
 
-    def add(held: Sequence[Timed], number: float) -> None:
+    def add(held: "Sequence[Span]", number: float) -> None:
         for span in held:
             seconds[span.name] += span.seconds * number
             runs[span.name] = number

@@ -107,7 +107,6 @@ def simulate(
     module: Module,
     on: Slice,
     places: Sequence[Place] | None = None,
-    power_state: int | None = None,
     flags: Sequence[str] = (),
     given: Given = NOTHING,
 ) -> Timeline:
@@ -117,7 +116,6 @@ def simulate(
         module: Scheduled HLO of one core.
         places: (x, y, z, core, slice) of the devices in the order of the mesh; JAX's default order
             otherwise.
-        power_state: Of chips that have some (TPU7x); the default one otherwise.
         flags: Of the compiler, which the module does not name.
         given: Trips and costs that the module leaves open, and corrections from profiles.
 
@@ -125,7 +123,7 @@ def simulate(
         OptionError: the module has nothing of a name that is given, or contradicts a number of trips; or the corrections
             are of another generation.
     """
-    rates, correction = rates_of(on, power_state, flags), None
+    rates, correction = rates_of(on, flags=flags), None
     if given.calibration is not None:
         check_chip(given.calibration, on)
         correction = PriceCorrection(given.calibration)

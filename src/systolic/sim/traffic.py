@@ -136,13 +136,11 @@ class _ReadBytes:
     """Parts of the root that are the value itself, updated in place or not."""
 
 
-def _reading(
-    module: Module, inner: Computation, value: Instruction, size: float, part: int | None = None
-) -> _ReadBytes:
-    """Uses of a value, or of one part of a tuple, through what renames, retiles or updates it."""
+def _reading(module: Module, inner: Computation, value: Instruction, size: float) -> _ReadBytes:
+    """Uses of a value through what renames, retiles or updates it."""
     users = _users(inner)
     reads = _ReadBytes()
-    todo: list[tuple[Instruction, int | None]] = [(value, part)]
+    todo: list[tuple[Instruction, int | None]] = [(value, None)]
     seen: set[tuple[str, int | None]] = set()
     while todo:
         at, index = todo.pop()

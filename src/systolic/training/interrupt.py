@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from systolic.core.shutdown import raise_lost_interrupt
@@ -45,12 +45,7 @@ class Interrupt:
         _open.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _open.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]

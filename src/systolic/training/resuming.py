@@ -164,11 +164,7 @@ def continue_run(
     summary = finished(directory, job, changed=not same_job)
     if summary is not None:
         return _as_it_was(run, summary, run.changes(source), audience)
-    options = replace(
-        options,
-        log_every=record.log_every if options.log_every is None else options.log_every,
-        diagnose=record.diagnose if options.diagnose is None else options.diagnose,
-    )
+    options = as_recorded(options, record)
     data = agreed(lambda: check_resume(directory, record, job, recipes.plain(source.options)))
     flags = kept_flags(record, source.chosen, options.flags)
     job, after = continued(run, source, options, flags)
@@ -229,6 +225,15 @@ def _as_it_was(
     )
     return TrainResult(
         run=run.path, summary=summary, trained=False, warnings=tuple(audience.warnings)
+    )
+
+
+def as_recorded(options: SessionOptions, record: JobRecord) -> SessionOptions:
+    """Fills in omitted options with those that the run was started with."""
+    return replace(
+        options,
+        log_every=record.log_every if options.log_every is None else options.log_every,
+        diagnose=record.diagnose if options.diagnose is None else options.diagnose,
     )
 
 

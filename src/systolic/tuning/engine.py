@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from systolic.core.errors import MissingExtraError
+from systolic.core.errors import extra
 
 
 @cache
@@ -17,10 +17,8 @@ def optuna() -> Any:
     Raises:
         MissingExtraError: it is not installed.
     """
-    try:
+    with extra("systolic tune", "tune"):
         module = import_module("optuna")
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("systolic tune", "tune") from error
     module.logging.set_verbosity(module.logging.ERROR)
     return module
 

@@ -2,23 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from systolic.report.output import print_json
+from systolic.report.output import or_json
 
 if TYPE_CHECKING:
     from systolic.comparing.comparison import Comparison
 
 
-def show(comparison: "Comparison", *, json: bool = False) -> int:
-    """Prints two models side by side; returns the exit code.
-
-    Args:
-        comparison: The models.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(comparison.to_json())
-        return 0
+@or_json
+def show(comparison: "Comparison") -> None:
+    """Prints two models side by side."""
     from systolic.comparing.display.text import lines
 
     print("\n".join(lines(comparison)))
-    return 0

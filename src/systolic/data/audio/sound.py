@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, NotFoundError
+from systolic.core.errors import DataError, NotFoundError, extra
 
 BYTE_ORDERS = {b"RIFF": "little", b"FORM": "big"}
 """Byte order of the sizes in files of chunks, by their first bytes."""
@@ -148,10 +148,8 @@ def num_samples(path: Path) -> int:
 
 
 def _soundfile() -> Any:
-    try:
+    with extra("reading sound", "audio"):
         import soundfile
-    except ImportError as error:
-        raise MissingExtraError("reading sound", "audio") from error
     return soundfile
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError
+from systolic.core.errors import DataError, extra
 from systolic.core.ranges import COUNT, SHARE, Range, check
 
 if TYPE_CHECKING:
@@ -44,10 +44,8 @@ def decode(source: Path | bytes, name: str = "") -> "Image":
         DataError: not a picture that Pillow reads; the message names the file or ``name``.
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with extra("reading pictures", "image"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("reading pictures", "image") from error
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
         return Image.open(io.BytesIO(content))
@@ -63,10 +61,8 @@ def as_image(array: np.ndarray) -> "Image":
     Raises:
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with extra("resizing pictures", "image"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("resizing pictures", "image") from error
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
@@ -178,10 +174,8 @@ def check_picture(content: bytes, most_pixels: int, name: str) -> None:
         DataError: it is none of :data:`SAFE_FORMATS`, damaged, or has more pixels.
         MissingExtraError: Pillow is not installed.
     """
-    try:
+    with extra("reading pictures", "image"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("reading pictures", "image") from error
     try:
         width, height = Image.open(io.BytesIO(content), formats=SAFE_FORMATS).size
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+from systolic.core.errors import DataError, NotFoundError, extra, nearest
 from systolic.core.files import nearest_file
 from systolic.data.random_access import mix
 from systolic.data.text.line_files import UTF8_MARK, WIDE_MARKS, not_json, refuse_other
@@ -257,10 +257,8 @@ class HuggingFace(Corpus):
     """A folder that ``datasets.Dataset.save_to_disk`` wrote, memory-mapped."""
 
     def __init__(self, folder: Path, field: str) -> None:
-        try:
+        with extra("reading a Hugging Face datasets folder", "text"):
             import datasets
-        except ImportError as error:
-            raise MissingExtraError("reading a Hugging Face datasets folder", "text") from error
         try:
             data = datasets.load_from_disk(str(folder))
         except Exception as error:  # damaged folders raise whatever Arrow or JSON raise
@@ -359,10 +357,8 @@ def _row_group(file: Path, group: int, field: str) -> Any:
 
 
 def _arrow(what: str) -> Any:
-    try:
+    with extra(f"reading {what}", "text"):
         import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError(f"reading {what}", "text") from error
     return pyarrow.parquet
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import DataError, MissingExtraError
+from systolic.core.errors import DataError, extra
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSED: dict[str, Callable[..., Any]] = {
@@ -146,11 +146,9 @@ class _Recoded:
 def _rows(file: Path) -> Iterator[tuple[str, bytes]]:
     import msgspec
 
-    try:
+    with extra("reading Parquet", "text"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("reading Parquet", "text") from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:

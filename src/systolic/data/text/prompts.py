@@ -3,21 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from systolic.core.errors import OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, check
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
-from systolic.job.data import Batches, Field, Read, Split
+from systolic.job.data import Field, NoExamples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts(TextData):
+class Prompts(NoExamples, TextData):
     """Prompts and texts from outside for a model whose training text is elsewhere; all splits are empty."""
+
+    refusal: ClassVar[str] = "an imported model brings no {split} text; give the text with --path"
 
     tokenizer: Path | None = None
     """A ``tokenizer.json`` or its folder; None reads bytes."""
@@ -57,21 +58,6 @@ class Prompts(TextData):
     def with_tokenizer(self, path: Path) -> "Prompts":
         """See :class:`TextData`."""
         return replace(self, tokenizer=path)
-
-    def size(self, split: Split) -> int:
-        """0: there is no text."""
-        del split
-        return 0
-
-    def open(self, read: Read) -> Batches:
-        """Refuses.
-
-        Raises:
-            OptionError: always.
-        """
-        raise OptionError(
-            f"an imported model brings no {read.split.value} text; give the text with --path"
-        )
 
     def at(self, path: Path) -> TextData:
         """The text at a path, in rows of the same length; conversations by the tokenizer's chat template, where it has one."""

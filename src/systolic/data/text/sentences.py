@@ -4,22 +4,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, check
 from systolic.data.text.tokenizer import Around, Tokenizer
-from systolic.job import Data, Field, Layout, Read, Split
-from systolic.job.data import Batches
+from systolic.job import Field, Layout
+from systolic.job.data import NoExamples
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sentences(Data):
+class Sentences(NoExamples):
     """Texts given one by one; all splits are empty."""
+
+    refusal: ClassVar[str] = (
+        "a model of embeddings brings no {split} text; give texts to systolic predict"
+    )
 
     tokenizer: Path | None = None
     """A ``tokenizer.json`` or its folder; None reads bytes."""
@@ -38,21 +42,6 @@ class Sentences(Data):
         """tokens, segments (0: padding) and positions, int32[sequence]."""
         row = Field(shape=(self.sequence,), dtype="int32", axes=("sequence",))
         return dict.fromkeys(("tokens", "segments", "positions"), row)
-
-    def size(self, split: Split) -> int:
-        """0: there is no text."""
-        del split
-        return 0
-
-    def open(self, read: Read) -> Batches:
-        """Refuses.
-
-        Raises:
-            OptionError: always.
-        """
-        raise OptionError(
-            f"a model of embeddings brings no {read.split.value} text; give texts to systolic predict"
-        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the texts."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+from systolic.core.errors import DataError, NotFoundError, extra, nearest
 from systolic.core.files import as_paths, refuse_pointer
 from systolic.core.ranges import check
 from systolic.data.text.tokenizer_config import (
@@ -400,10 +400,8 @@ def _digest(raw: bytes) -> str:
 
 
 def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":
-    try:
+    with extra("reading a tokenizer.json", "text"):
         import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("reading a tokenizer.json", "text") from error
     try:
         backend = tokenizers.Tokenizer.from_str(raw.decode())
     except Exception as error:  # the library raises bare Exception

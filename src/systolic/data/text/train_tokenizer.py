@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError
+from systolic.core.errors import DataError, extra
 from systolic.data.text.documents import Documents
 from systolic.data.text.packed import find_packed, fresh_folder
 from systolic.data.text.tokenizer import Tokenizer
@@ -85,10 +85,8 @@ def train(
 
 def _untrained(vocab: int) -> tuple[Any, Any]:
     """A byte-level BPE model without merges, and its trainer."""
-    try:
+    with extra("training a tokenizer", "text"):
         import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("training a tokenizer", "text") from error
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TextIO
 
 from rich.text import Text
 
@@ -19,18 +18,14 @@ SHOWN = 1e-3
 """Share of the measured time from which such a kind is named."""
 
 
-def print_calibration(record: CalibrationRecord, *, stream: TextIO | None = None) -> None:
-    """Prints a calibration with what it rests on to ``stream`` (stdout)."""
-    print_lines(
-        lambda columns: _wrapped(lines(record), columns), MAX_WIDTH, stream=stream, usual=120
-    )
+def print_calibration(record: CalibrationRecord) -> None:
+    """Prints a calibration with what it rests on."""
+    print_lines(lambda columns: _wrapped(lines(record), columns), MAX_WIDTH, usual=120)
 
 
-def print_calibrations(
-    records: Sequence[CalibrationRecord], folder: Path, *, stream: TextIO | None = None
-) -> None:
+def print_calibrations(records: Sequence[CalibrationRecord], folder: Path) -> None:
     """Prints a line for each calibration."""
-    print_lines(lambda _: listed(records, folder), MAX_WIDTH, stream=stream, usual=120)
+    print_lines(lambda _: listed(records, folder), MAX_WIDTH, usual=120)
 
 
 def _wrapped(shown: Sequence[Text], columns: int) -> list[Text]:

@@ -1,7 +1,7 @@
 """A forecast beside its measurement, as a screen and as JSON."""
 
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from rich.text import Text
 
@@ -15,9 +15,9 @@ OPS = 12
 """Most ops on the screen; JSON has all."""
 
 
-def print_beside(comparison: Beside, *, stream: TextIO | None = None) -> None:
-    """Prints the screen to ``stream`` (stdout)."""
-    print_lines(lambda width: lines(comparison, width), MAX_WIDTH, stream=stream, usual=120)
+def print_beside(comparison: Beside) -> None:
+    """Prints the screen."""
+    print_lines(lambda width: lines(comparison, width), MAX_WIDTH, usual=120)
 
 
 def lines(comparison: Beside, width: int) -> list[Text]:

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import TextIO
 
 from rich.text import Text
 
@@ -20,11 +19,9 @@ _LESS = ("range", "waiting", "chips", "$/h", "bound by", "MFU")
 """Columns that a narrow terminal goes without, the first of them first."""
 
 
-def print_table(
-    table: ForecastTable, *, notes: Sequence[str] = (), stream: TextIO | None = None
-) -> None:
-    """Prints the screen to ``stream`` (stdout), in colour on a terminal, ``notes`` at its end."""
-    print_lines(lambda width: lines(table, width, notes), MAX_WIDTH, stream=stream, usual=120)
+def print_table(table: ForecastTable, *, notes: Sequence[str] = ()) -> None:
+    """Prints the screen, in colour on a terminal, ``notes`` at its end."""
+    print_lines(lambda width: lines(table, width, notes), MAX_WIDTH, usual=120)
 
 
 def lines(table: ForecastTable, width: int, notes: Sequence[str] = ()) -> list[Text]:

@@ -67,14 +67,14 @@ FIRST_STEP_ID = 2
 FIRST_OP_ID = 100
 
 
-def write_xprof(forecast: Forecast, folder: Path, run: str = "forecast") -> Path:
-    """Writes ``folder/plugins/profile/RUN/HOST.xplane.pb`` and returns its path.
+def write_xprof(forecast: Forecast, folder: Path) -> Path:
+    """Writes ``folder/plugins/profile/forecast/HOST.xplane.pb`` and returns its path.
 
     Raises:
         RunError: the file can't be written.
     """
     assert forecast.timeline is not None
-    path = folder / "plugins" / "profile" / run / f"{HOST}.xplane.pb"
+    path = folder / "plugins" / "profile" / "forecast" / f"{HOST}.xplane.pb"
     write_atomically(path, xspace(forecast, forecast.timeline))
     return path
 

@@ -11,7 +11,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError, SystolicError, misspelt
+from systolic.core.errors import (
+    DataError,
+    OptionError,
+    SystolicError,
+    extra,
+    misspelt,
+)
 from systolic.formats.gguf.header import GgufPlace, read_parts
 from systolic.formats.gguf.tokenizer import token_id
 from systolic.formats.source import TransformersSource
@@ -114,10 +120,8 @@ class Reader:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
+        with extra("reading a GGUF file", "gguf"):
             import gguf  # noqa: F401 (fails where the package lacks, before anything is read)
-        except ImportError as error:
-            raise MissingExtraError("reading a GGUF file", "gguf") from error
         try:
             header, self.files = read_parts(path)
             self.fields, self.tensors = header.fields, header.tensors

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError, misspelt
+from systolic.core.errors import DataError, OptionError, extra, misspelt
 from systolic.core.files import digest, write_atomically
 from systolic.core.store import cache_home
 from systolic.data.text.chat import find_template
@@ -119,10 +119,8 @@ def build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
         path: The GGUF file, for messages.
         fields: Its metadata.
     """
-    try:
+    with extra("the tokenizer of a GGUF file", "gguf"):
         import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("the tokenizer of a GGUF file", "gguf") from error
     makers = {"gpt2": _byte_level, "llama": _sentence_piece}
     kind, tokens = fields.get(f"{KEY}model"), fields.get(f"{KEY}tokens")
     if kind not in makers:
@@ -298,10 +296,8 @@ def words_of(
         OptionError: there is none, or GGUF has none of its kind.
         MissingExtraError: the package ``tokenizers`` is not installed.
     """
-    try:
+    with extra("the tokenizer of a GGUF file", "gguf"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError("the tokenizer of a GGUF file", "gguf") from error
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise OptionError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
+from systolic.core.errors import DataError, OptionError, RunError, extra
 from systolic.formats.comparison import Parity, compare
 from systolic.formats.export import (
     OF_DTYPES,
@@ -283,10 +283,8 @@ def plan(outgoing: Outgoing, described: Described, precision: str) -> list[GgufS
     Raises:
         MissingExtraError: the package ``gguf`` is not installed.
     """
-    try:
+    with extra("writing a GGUF file", "gguf"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as error:
-        raise MissingExtraError("writing a GGUF file", "gguf") from error
     architecture = ARCHITECTURES[described.architecture]
     changes = architecture.changes(described.model)
     parts = {theirs: own for own, theirs in architecture.layer.items()}

@@ -8,7 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, NotFoundError, OptionError, nearest
+from systolic.core.errors import (
+    DataError,
+    NotFoundError,
+    OptionError,
+    extra,
+    nearest,
+)
 from systolic.models.program.function import Named, PureFunction, narrowed, outputs_of
 
 SERVING = "serving_default"
@@ -36,11 +42,9 @@ def saved_model_function(
         DataError: it is no SavedModel.
     """
     folder = Path(source)
-    try:
+    with extra("a TensorFlow SavedModel", "tf"):
         import tensorflow as tf  # ty: ignore[import-not-found]
         import tf2jax  # ty: ignore[import-not-found]  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("a TensorFlow SavedModel", "tf") from error
     logging.disable(logging.WARNING)  # tf2jax warns of every attribute that it passes over
     try:
         restored = tf.saved_model.load(str(folder))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.units import si
 from systolic.report.figures import plural
-from systolic.report.output import StderrReporter, print_json, warn
+from systolic.report.output import StderrReporter, or_json, print_json, warn
 
 if TYPE_CHECKING:
     from systolic.inference.results import (
@@ -115,16 +115,9 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def show_metrics(measured: "MeasuredModel", *, json: bool = False) -> int:
-    """Prints metrics; returns the exit code.
-
-    Args:
-        measured: The metrics.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(measured.to_json())
-        return 0
+@or_json
+def show_metrics(measured: "MeasuredModel") -> None:
+    """Prints metrics."""
     step = f", step {measured.step}" if measured.step else ""
     print(f"{measured.path}{step}")
     for name, values in measured.metrics.items():
@@ -132,24 +125,15 @@ def show_metrics(measured: "MeasuredModel", *, json: bool = False) -> int:
         print(f"  {name:<10}  {line}")
     for key, value in measured.baselines.items():
         print(f"  for comparison: {key} {value:.4f}")
-    return 0
 
 
-def show_verified(verified: "Verified", *, json: bool = False) -> int:
-    """Prints a Bundle that is intact; returns the exit code.
-
-    Args:
-        verified: The Bundle.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(verified.to_json())
-        return 0
+@or_json
+def show_verified(verified: "Verified") -> None:
+    """Prints a Bundle that is intact."""
     size = si(verified.bytes, "B")
     print(f"{verified.path}: {verified.files} files, {size}, all as they were written")
     replay = verified.unreplayed if verified.replay is None else verified.replay.line()
     print("\n".join(f"  {line}" for line in (replay, *_lines(verified.about))))
-    return 0
 
 
 def _lines(about: dict[str, Any]) -> list[str]:

@@ -3,8 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
-from systolic.core.errors import LayoutError, OptionError, nearest
-from systolic.job import Layout, OptimizerKind, Remat
+from systolic.core.errors import LayoutError, OptionError
+from systolic.job import Axis, Layout, OptimizerKind
+from systolic.job.layout import check_divides, check_names
 from systolic.models.decoder.config import Dispatch
 from systolic.models.decoder.options import Score
 
@@ -63,20 +64,20 @@ def check_layout(config: "Decoder", layout: Layout) -> None:
         LayoutError: for the first that does not.
     """
     divides = [
-        ("tensor", layout.tensor, "heads", config.heads),
-        ("tensor", layout.tensor, "d-ff", config.d_ff),
-        ("tensor", layout.tensor, "vocab", config.vocab),
-        ("fsdp", layout.fsdp, "d-model", config.d_model),
+        (Axis.tensor, "heads", config.heads),
+        (Axis.tensor, "d-ff", config.d_ff),
+        (Axis.tensor, "vocab", config.vocab),
+        (Axis.fsdp, "d-model", config.d_model),
     ]
     if not config.latent:
-        divides.append(("tensor", layout.tensor, "kv-heads", config.kv_heads))
+        divides.append((Axis.tensor, "kv-heads", config.kv_heads))
     piped = config.layers - config.dense_layers
     less = f" less dense-layers {config.dense_layers}" if config.dense_layers else ""
-    divides.append(("pipeline", layout.pipeline, f"layers{less}", piped))
+    divides.append((Axis.pipeline, f"layers{less}", piped))
     if config.experts > 1 and config.mixtures < config.layers:
-        divides.append(("tensor", layout.tensor, "dense-d-ff", config.dense_width))
+        divides.append((Axis.tensor, "dense-d-ff", config.dense_width))
     if config.experts > 1:
-        divides.append(("expert", layout.expert, "experts", config.experts))
+        divides.append((Axis.expert, "experts", config.experts))
         if config.dispatch is Dispatch.dropless and layout.pipeline > 1:
             raise LayoutError(
                 f"layout.pipeline is {layout.pipeline} and model.dispatch dropless, whose grouped matmuls do not run in a pipeline; set --model.dispatch slots, or layout.fsdp and layout.expert"
@@ -85,12 +86,7 @@ def check_layout(config: "Decoder", layout: Layout) -> None:
         raise LayoutError(
             f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp"
         )
-    if layout.remat in (Remat.save_names, Remat.offload):
-        for name in (*layout.remat_names, *layout.saved_names):
-            if name not in ACTIVATIONS:
-                raise LayoutError(
-                    f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
-                )
+    check_names(layout, "a decoder", ACTIVATIONS)
     if (piped // layout.pipeline) % config.mixture_every and layout.pipeline > 1:
         raise LayoutError(
             f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.mixture-every {config.mixture_every} does not divide; each stage repeats the whole pattern of mixtures"
@@ -101,11 +97,7 @@ def check_layout(config: "Decoder", layout: Layout) -> None:
         raise LayoutError(
             f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.global-every {config.global_every} does not divide; each stage repeats the whole pattern of windows"
         )
-    for axis, ways, dim, size in divides:
-        if size % ways:
-            raise LayoutError(
-                f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
-            )
+    check_divides(layout, divides)
 
 
 def check_mixture(config: "Decoder") -> None:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.core.errors import LayoutError, OptionError
 from systolic.core.ranges import COUNT, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
+from systolic.job.layout import check_divides, check_names, refuse_axes
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -109,32 +110,20 @@ class Encoder(Model):
 
     def check(self, layout: Layout) -> None:
         """Checks that each axis divides the dims that it splits; there are no experts, stages or loss chunks."""
-        for axis in (Axis.expert, Axis.pipeline):
-            if layout.size(axis) > 1:
-                raise LayoutError(
-                    f"layout.{axis.value} is {layout.size(axis)} but an encoder has nothing to split that way; set it to 1 and use layout.fsdp or layout.tensor"
-                )
+        instead = "layout.fsdp or layout.tensor"
+        refuse_axes(layout, "an encoder", Axis.expert, Axis.pipeline, instead=instead)
         if layout.loss_chunks > 1:
             raise LayoutError(
                 f"layout.loss-chunks is {layout.loss_chunks} but an encoder has logits of masked tokens only; leave it at 1"
             )
         divides = (
-            ("tensor", layout.tensor, "heads", self.heads),
-            ("tensor", layout.tensor, "d-ff", self.d_ff),
-            ("tensor", layout.tensor, "vocab", self.vocab),
-            ("fsdp", layout.fsdp, "d-model", self.d_model),
+            (Axis.tensor, "heads", self.heads),
+            (Axis.tensor, "d-ff", self.d_ff),
+            (Axis.tensor, "vocab", self.vocab),
+            (Axis.fsdp, "d-model", self.d_model),
         )
-        for axis, ways, dim, size in divides:
-            if size % ways:
-                raise LayoutError(
-                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
-                )
-        if layout.remat in (Remat.save_names, Remat.offload):
-            for name in (*layout.remat_names, *layout.saved_names):
-                if name not in ACTIVATIONS:
-                    raise LayoutError(
-                        f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; an encoder names {', '.join(ACTIVATIONS)}"
-                    )
+        check_divides(layout, divides)
+        check_names(layout, "an encoder", ACTIVATIONS)
 
     def quantizable(self, path: str) -> bool:
         """See :meth:`systolic.job.Model.quantizable`."""

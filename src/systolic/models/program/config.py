@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import MissingExtraError, OptionError, SystolicError
 from systolic.job import Layout, Model, Precision, Target
-from systolic.job.layout import Axis
-from systolic.models.vision.pixels import refuse_axes
+from systolic.job.layout import Axis, refuse_axes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,14 +54,8 @@ class ForeignModel(Model):
 
     def check(self, layout: Layout) -> None:
         """Data and fsdp."""
-        refuse_axes(
-            layout,
-            "a model of another framework",
-            Axis.tensor,
-            Axis.context,
-            Axis.expert,
-            Axis.pipeline,
-        )
+        axes = (Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
+        refuse_axes(layout, "a model of another framework", *axes)
 
 
 @dataclass(frozen=True)

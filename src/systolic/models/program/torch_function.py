@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError, SystolicError
+from systolic.core.errors import (
+    DataError,
+    MissingExtraError,
+    OptionError,
+    RunError,
+    SystolicError,
+    extra,
+)
 from systolic.models.program.function import (
     VALUE_ERRORS,
     Named,
@@ -30,10 +37,8 @@ def environment() -> Any:
         MissingExtraError: torch or torchax is not installed.
         RunError: torchax does not import with the version of torch here.
     """
-    try:
+    with extra("a PyTorch module", "torch"):
         import torch
-    except ImportError as error:
-        raise MissingExtraError("a PyTorch module", "torch") from error
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         with _removed_overloads(torch):

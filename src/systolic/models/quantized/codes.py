@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.core.errors import MissingExtraError
+from systolic.core.errors import extra
 from systolic.job import MatrixFormat, WeightFormat
 
 SCALES_DTYPE = "bfloat16"
@@ -355,8 +355,6 @@ def spread(scales: jax.Array, letters: str, into: str) -> jax.Array:
 
 
 def _qwix():
-    try:
+    with extra("quantized weights", "quant"):
         from qwix._src.core import qarray
-    except ImportError as error:
-        raise MissingExtraError("quantized weights", "quant") from error
     return qarray

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from systolic.core.errors import LayoutError, OptionError
+from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, POSITIVE, Range, check
-from systolic.job import Axis, Field, Layout
+from systolic.job import Axis, Field, Layout, Model, Remat
+from systolic.job.layout import refuse_axes
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 """Mean of ImageNet's training images per channel, on the scale 0 to 1 (torchvision's reference values)."""
@@ -41,13 +42,29 @@ class Pixels:
                 )
 
 
-def refuse_axes(layout: Layout, model: str, *axes: Axis) -> None:
-    """Raises LayoutError when one of ``axes`` is used, which ``model`` has nothing to split over."""
-    for axis in axes:
-        if layout.size(axis) > 1:
-            raise LayoutError(
-                f"layout.{axis.value} is {layout.size(axis)} but {model} has nothing to split that way; set it to 1 and use layout.data or layout.fsdp"
+class ConvNet(Model):
+    """Base of convolutional networks with batch norm over groups of ``norm_examples`` (0: of a whole pass)."""
+
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))
+
+    def check(self, layout: Layout) -> None:
+        """Data and fsdp."""
+        axes = (Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
+        refuse_axes(layout, f"a {type(self).__name__}", *axes)
+
+    def check_batch(self, examples: int) -> None:
+        """Groups of batch norm must divide the examples of a pass."""
+        group: int = self.norm_examples  # ty: ignore[missing-attribute]  a field of each network
+        if group and examples % group:
+            raise OptionError(
+                f"model.norm-examples {group} does not divide the {examples} examples of a pass; use a divisor of {examples}, or change the batch"
             )
+
+    def policies(self) -> frozenset[Remat]:
+        """Policies without names: each block can be recomputed."""
+        return frozenset((Remat.none, Remat.minimal, Remat.full))
 
 
 def image_size(fields: Mapping[str, Field], pixels: Pixels) -> tuple[int, int]:

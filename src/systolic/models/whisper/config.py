@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.core.errors import LayoutError, OptionError
 from systolic.core.ranges import POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
+from systolic.job.layout import check_divides, check_names
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -94,21 +95,12 @@ class Whisper(Model):
                 f"layout.loss-chunks is {layout.loss_chunks} but the texts of Whisper are short; leave it at 1"
             )
         divides = (
-            ("tensor", layout.tensor, "heads", self.heads),
-            ("tensor", layout.tensor, "d-ff", self.d_ff),
-            ("fsdp", layout.fsdp, "d-model", self.d_model),
+            (Axis.tensor, "heads", self.heads),
+            (Axis.tensor, "d-ff", self.d_ff),
+            (Axis.fsdp, "d-model", self.d_model),
         )
-        for axis, ways, dim, size in divides:
-            if size % ways:
-                raise LayoutError(
-                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
-                )
-        if layout.remat in (Remat.save_names, Remat.offload):
-            for name in (*layout.remat_names, *layout.saved_names):
-                if name not in ACTIVATIONS:
-                    raise LayoutError(
-                        f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; Whisper names {', '.join(ACTIVATIONS)}"
-                    )
+        check_divides(layout, divides)
+        check_names(layout, "Whisper", ACTIVATIONS)
 
     def quantizable(self, path: str) -> bool:
         """See :meth:`systolic.job.Model.quantizable`."""

@@ -4,7 +4,6 @@ import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
 
 from rich.text import Text
 
@@ -121,31 +120,9 @@ _VARYING = ("slice", "batch", "compile")
 """Columns left out where all candidates have the same value."""
 
 
-def print_plan(
-    plan: Plan,
-    path: Path | None,
-    *,
-    stream: TextIO | None = None,
-    environ: Mapping[str, str] | None = None,
-    width: int | None = None,
-) -> None:
-    """Prints the screen to ``stream`` (stdout), in colour on a terminal.
-
-    Args:
-        plan: The plan.
-        path: Path of the plan's file, for the commands.
-        stream: Output stream.
-        environ: Environment variables that describe the terminal.
-        width: Columns of the terminal.
-    """
-    print_lines(
-        lambda columns: lines(plan, path, columns),
-        MAX_WIDTH,
-        stream=stream,
-        environ=environ,
-        width=width,
-        usual=100,
-    )
+def print_plan(plan: Plan, path: Path | None) -> None:
+    """Prints the screen, in colour on a terminal; ``path`` of the plan's file is for the commands."""
+    print_lines(lambda columns: lines(plan, path, columns), MAX_WIDTH, usual=100)
 
 
 def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:

@@ -4,7 +4,7 @@ import json as jsonlib
 from typing import TYPE_CHECKING
 
 from systolic.core.ranges import dashed
-from systolic.report.output import print_json
+from systolic.report.output import or_json
 
 if TYPE_CHECKING:
     from systolic.recipes.listing.command import RecipeDescription, RecipeList
@@ -12,16 +12,9 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def show_list(listed: "RecipeList", *, json: bool = False) -> int:
-    """Prints recipes and published models; returns the exit code.
-
-    Args:
-        listed: The recipes and models.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(listed.to_json())
-        return 0
+@or_json
+def show_list(listed: "RecipeList") -> None:
+    """Prints recipes and published models."""
     from rich.console import Console
     from rich.table import Table
 
@@ -41,22 +34,14 @@ def show_list(listed: "RecipeList", *, json: bool = False) -> int:
         "systolic recipes NAME shows one with its options; systolic train NAME trains it.",
         style="dim",
     )
-    return 0
 
 
-def show_recipe(described: "RecipeDescription", *, json: bool = False) -> int:
-    """Prints the job of a recipe, below the recipe's options; returns the exit code.
-
-    Args:
-        described: The recipe.
-        json: Print one JSON object.
-    """
-    if json:
-        print_json(described.to_json())
-    elif described.job is None:
+@or_json
+def show_recipe(described: "RecipeDescription") -> None:
+    """Prints the job of a recipe, below the recipe's options."""
+    if described.job is None:
         names = ", ".join(f"--{dashed(name)}" for name in described.required)
         print(f"The job depends on {names}: add it to see the resolved job.")
     else:
         print("The resolved job:")
         print(jsonlib.dumps(described.job.to_json(), indent=2, ensure_ascii=False))
-    return 0

@@ -260,7 +260,23 @@ COMPILERS = min(os.cpu_count() or 1, 8)
 
 
 class DynamicBatches:
-    """A :class:`~systolic.serving.batch.request.BatchModel` over a predictor.
+    """A model over a predictor that answers requests of one or more examples each.
+
+    Inputs and outputs by kind; every array has one entry per example, [n] or [n, ...]:
+
+    ============== ====================================================== ===================================
+    kind           inputs                                                 outputs
+    ============== ====================================================== ===================================
+    image          ``image``: bytes[n], files (JPEG, PNG, ...) that get   ``label`` int32[n, k], ``probability``
+                   the model's own preparation; or                        float32[n, k], best first, and
+                   uint8[n, side, side, channels] as they are             ``name`` bytes[n, k] of the labels
+    embedding      ``text``: bytes[n]; an element may be an int array of  ``embedding`` float32[n, d_model],
+                   token ids instead                                      ``tokens`` int32[n]
+    transcription  ``audio``: bytes[n], files (WAV, FLAC, ...); or        ``text`` and ``language`` bytes[n],
+                   float32[n, samples] of 16 kHz; ``language``: bytes[n]  ``seconds`` float32[n], ``segments``
+                   of codes or names, which may be left out               bytes[n]: JSON [{"start", "end", "text"}]
+    tensors        the program's inputs                                   the program's outputs
+    ============== ====================================================== ===================================
 
     Args:
         name: For messages.
@@ -325,7 +341,7 @@ class DynamicBatches:
 
     @property
     def inputs(self) -> Sequence[ArraySpec]:
-        """Arrays of a request."""
+        """Arrays of a request; an encoded input has one dim and the dtype BYTES."""
         return self._intake.inputs
 
     @property
@@ -434,7 +450,7 @@ class DynamicBatches:
         return max(self._workers.busy_seconds() - self._options.stalled_seconds, 0.0)
 
     def drain(self, seconds: float) -> bool:
-        """Refuses new requests, and waits until those that were taken are answered; False where time ran out."""
+        """Refuses new requests, and waits until those that were taken are answered, or fail with RunError; False where time ran out."""
         self._queue.close("ends")
         self._ended = True
         finished = self._queue.empty(seconds)
@@ -465,7 +481,22 @@ class DynamicBatches:
     def submit(
         self, inputs: Inputs, *, deadline_seconds: float | None = None
     ) -> "Future[Mapping[str, np.ndarray]]":
-        """Queues a request; see :class:`~systolic.serving.batch.request.BatchModel`."""
+        """Queues a request; returns at once, from any thread.
+
+        ``Future.cancel`` drops a request that no batch holds yet; ``asyncio.wrap_future`` awaits it. The
+        future fails with :class:`~systolic.core.errors.DataError` for an input that can't be read (a damaged
+        picture), with :class:`~systolic.serving.errors.ExpiredError` after the deadline, and with
+        :class:`~systolic.core.errors.RunError` where the device or the worker failed.
+
+        Args:
+            inputs: Name to array; checked against ``inputs`` before it is queued.
+            deadline_seconds: Fails the request so long after now.
+
+        Raises:
+            RefusedError: the queue is full, the model ends or is not ready, or the request can never be
+                taken (more examples, pixels, seconds or bytes than the limits).
+            OptionError: an input is missing, unknown, or of another dtype or shape.
+        """
         now = time.monotonic()
         request = BatchRequest(
             future=Future(),

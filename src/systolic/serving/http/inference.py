@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -19,8 +19,11 @@ from systolic.serving.http.completions import CompletionFields, continued
 from systolic.serving.http.listing import json_response
 from systolic.serving.http.protocol import ProblemError, bad, decode, encode, with_infinities
 from systolic.serving.http.responses import answered, objects
-from systolic.serving.http.state import ModelControl, Phase, ServerState
+from systolic.serving.http.state import Phase, ServerState
 from systolic.serving.registry import Served, ServedText
+
+if TYPE_CHECKING:
+    from systolic.serving.http.process import Process
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -331,7 +334,7 @@ async def unload(request: Request, state: ServerState) -> Response:
     return Response()
 
 
-def _control(state: ServerState) -> ModelControl:
+def _control(state: ServerState) -> "Process":
     if state.control is None:
         raise ProblemError(
             status=403,

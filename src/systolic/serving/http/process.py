@@ -324,7 +324,12 @@ class Process(uvicorn.Server):
         return next(iter(reasons.values()), None)
 
     def load(self, name: str) -> ReloadPlan:
-        """See :class:`~systolic.serving.http.state.ModelControl`."""
+        """Makes the versions of a model ready that its folder has now and that are not served, or from other contents; returns when they are.
+
+        Raises:
+            NotFoundError: the server was not given such a model.
+            RunError: a version can't be opened; what was served still is.
+        """
         assert self._renewal is not None
         with self._renewing:
             renewal = self._renewal(name)
@@ -336,7 +341,11 @@ class Process(uvicorn.Server):
         return renewal
 
     def unload(self, name: str) -> None:
-        """See :class:`~systolic.serving.http.state.ModelControl`."""
+        """Takes all versions of a model out when their requests have ended.
+
+        Raises:
+            NotFoundError: it is not loaded.
+        """
         with self._renewing:
             versions = self.state.registry.versions(name)
             failed = [key for key in self.state.failures if key[0] == name]

@@ -146,7 +146,7 @@ async def answered(
 ) -> Mapping[str, np.ndarray]:
     """The outputs of a model for some inputs.
 
-    Raises: as :meth:`~systolic.serving.batch.request.BatchModel.submit` and its future.
+    Raises: as :meth:`~systolic.serving.batch.model.DynamicBatches.submit` and its future.
     """
     context = RequestContext.of(request)
     future = served.model.submit(inputs, deadline_seconds=context.deadline_seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Send
@@ -19,12 +19,14 @@ from systolic.serving.http.protocol import Dialect, ProblemError, bad, encode
 from systolic.serving.registry import (
     Key,
     ModelRegistry,
-    ReloadPlan,
     Served,
     ServedBatch,
     ServedText,
 )
 from systolic.serving.text.request import TextOutput
+
+if TYPE_CHECKING:
+    from systolic.serving.http.process import Process
 
 CONTEXT = "systolic.context"
 """Key of the context in a request's ASGI scope."""
@@ -201,27 +203,6 @@ def too_large(most: int | None) -> ProblemError:
     )
 
 
-class ModelControl(Protocol):
-    """Whatever loads and unloads models of a running server; from any thread."""
-
-    def load(self, name: str) -> ReloadPlan:
-        """Makes the versions of a model ready that its folder has now and that are not served, or from other contents; returns when they are.
-
-        Raises:
-            NotFoundError: the server was not given such a model.
-            RunError: a version can't be opened; what was served still is.
-        """
-        ...
-
-    def unload(self, name: str) -> None:
-        """Takes all versions of a model out when their requests have ended.
-
-        Raises:
-            NotFoundError: it is not loaded.
-        """
-        ...
-
-
 class Phase(Enum):
     """State of a version of a model, in Triton's words for it."""
 
@@ -267,7 +248,7 @@ class ServerState:
     failed: str | None = None
     """Why the models can't start."""
     in_flight: int = 0
-    control: ModelControl | None = None
+    control: "Process | None" = None
     """None where clients may not load and unload."""
     unloaded: set[str] = field(default_factory=set)
     """Names of models that a client took out."""

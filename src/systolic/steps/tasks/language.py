@@ -2,6 +2,7 @@
 
 import enum
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,19 +114,15 @@ def score(
     return read(logits, batch["targets"]), sown
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedTokens(Task):
-    """Cross-entropy of the chosen tokens, over the labels that are not -1 (Devlin et al. 2019).
-
-    Batches: tokens, segments, positions int32[batch, sequence]; places, labels int32[batch, predictions].
-    """
+class ScoredTokens(Task):
+    """Base of tasks whose loss is the cross-entropy of tokens, each by itself."""
 
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool
     ) -> Mapping[str, Mean]:
-        """``loss`` (nats a chosen token) and ``accuracy``, the share whose label is the most likely token."""
+        """``loss`` (nats a token that is to be predicted) and ``accuracy``, the share of these that are the most likely token."""
         del train
-        scores, seen = _scores(model, batch)
+        scores, seen = self.scores(model, batch)
         weight = seen.sum()
         return {
             "loss": Mean((scores.nats * seen).sum(), weight),
@@ -133,17 +130,28 @@ class MaskedTokens(Task):
         }
 
     def outputs(self, model: Any, batch: "Mapping[str, jax.Array]") -> "Mapping[str, jax.Array]":
-        """nats f32[batch]: the summed loss of each row; tokens f32[batch]: its number of chosen tokens."""
-        scores, seen = _scores(model, batch)
+        """nats f32[batch]: the summed loss of each row; tokens f32[batch]: its number of tokens to predict."""
+        scores, seen = self.scores(model, batch)
         return {"nats": (scores.nats * seen).sum(axis=-1), "tokens": seen.sum(axis=-1)}
 
+    @abstractmethod
+    def scores(self, model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[Scores, jax.Array]":
+        """Scores of each token, and f32[batch, tokens]: 1 for one to predict, 0 for padding."""
 
-def _scores(model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[Scores, jax.Array]":
-    """Scores of each prediction, and f32[batch, predictions]: 1 for a prediction, 0 for padding."""
-    import jax.numpy as jnp
 
-    from systolic.steps.tasks.scores import cross_entropy
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedTokens(ScoredTokens):
+    """Cross-entropy of the chosen tokens, over the labels that are not -1 (Devlin et al. 2019).
 
-    hidden = model(batch["tokens"], batch["segments"], batch["positions"])
-    scores = cross_entropy(model.logits(hidden, batch["places"]), batch["labels"])
-    return scores, (batch["labels"] >= 0).astype(jnp.float32)
+    Batches: tokens, segments, positions int32[batch, sequence]; places, labels int32[batch, predictions].
+    """
+
+    def scores(self, model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[Scores, jax.Array]":
+        """Scores of each prediction, and f32[batch, predictions]: 1 for a prediction, 0 for padding."""
+        import jax.numpy as jnp
+
+        from systolic.steps.tasks.scores import cross_entropy
+
+        hidden = model(batch["tokens"], batch["segments"], batch["positions"])
+        scores = cross_entropy(model.logits(hidden, batch["places"]), batch["labels"])
+        return scores, (batch["labels"] >= 0).astype(jnp.float32)

@@ -4,9 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -29,28 +27,19 @@ MAX_WIDTH = 100
 """Columns of the panel on a wide terminal."""
 
 
-def print_summary(
-    run_dir: Path,
-    *,
-    stream: TextIO | None = None,
-    environ: Mapping[str, str] | None = None,
-    width: int | None = None,
-) -> None:
-    """Prints the end of a run from its directory, finished or not, to ``stream`` (stdout).
+def print_summary(run_dir: Path) -> None:
+    """Prints the end of a run from its directory, finished or not.
 
     Raises:
         NotFoundError: not a run directory.
         RunError: a damaged JSON file in it.
     """
     run = load_run(run_dir)
-    stream = sys.stdout if stream is None else stream
-    environ = os.environ if environ is None else environ
-    columns = shutil.get_terminal_size().columns if width is None else width
-    if terminal.can_redraw(stream, environ, columns):
-        print_panel(run, Console(file=stream, force_terminal=True, width=width, highlight=False))
+    if terminal.can_redraw(sys.stdout, os.environ, shutil.get_terminal_size().columns):
+        print_panel(run, Console(force_terminal=True, highlight=False))
     else:
         for line in plain_summary(run):
-            terminal.say(stream, line)
+            terminal.say(sys.stdout, line)
 
 
 def plain_summary(run: RunRecord) -> list[str]:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from systolic.core.errors import LostError, SystolicError
@@ -124,12 +123,7 @@ class Heartbeat:
             threading.Thread(target=self._beat, name="systolic-roll-call", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._client is not None and isinstance(error, Exception):
                 self._blame(error)

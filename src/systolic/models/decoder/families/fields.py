@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 from systolic.core.errors import OptionError, misspelt
+from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.families import Config, UnsaidError
@@ -355,20 +357,33 @@ def layer_types(model: Decoder) -> list[str]:
     return [SLIDING if pattern[n % len(pattern)] else FULL for n in range(model.layers)]
 
 
-def faithful(
-    model: Decoder, written: dict[str, Any], read: Callable[[Config], Decoder]
-) -> dict[str, Any]:
-    """A config.json, checked to make the same model again.
+def config_of(
+    kind: str, architecture: str, read: Callable[[Config], Decoder]
+) -> Callable[[Callable[[Decoder], dict[str, Any]]], Callable[[Model], dict[str, Any]]]:
+    """Decorator for the fields of a family's config.json: says its kind first, and checks that it makes the same model again.
+
+    What it decorates raises UnsaidError, an OptionError, where the family has no field for something in the model; it names all of it.
 
     Args:
-        model: The model.
-        written: Fields of the config.json for it.
+        kind: The family's ``model_type``.
+        architecture: Its class in transformers.
         read: Makes a model of such fields.
-
-    Raises:
-        UnsaidError: the family has no field for something in the model; names all of it.
     """
-    said = read(written)
+
+    def checked(own: Callable[[Decoder], dict[str, Any]]) -> Callable[[Model], dict[str, Any]]:
+        @wraps(own)
+        def config(model: Model) -> dict[str, Any]:
+            assert isinstance(model, Decoder)
+            written = {"model_type": kind, "architectures": [architecture], **own(model)}
+            _check_said(model, read(written), kind)
+            return written
+
+        return config
+
+    return checked
+
+
+def _check_said(model: Decoder, said: Decoder, kind: str) -> None:
     mine, theirs = _meaning(model), _meaning(said)
     away = [name for name in mine if mine[name] != theirs[name]]
     if away:
@@ -376,13 +391,12 @@ def faithful(
         # Fields that mean something together differ together, also where a value is the same.
         seen = [name for name, (ours, other) in shown.items() if ours != other] or away
         raise UnsaidError(
-            written["model_type"],
+            kind,
             [
                 f"model.{name.replace('_', '-')} is {shown[name][0]}, not {shown[name][1]}"
                 for name in seen
             ],
         )
-    return written
 
 
 def _shown(model: Decoder, meaning: Mapping[str, Any], name: str) -> str:

@@ -3,14 +3,13 @@
 from typing import Any
 
 from systolic.core.errors import OptionError
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder, NormKind
 from systolic.models.decoder.families import fields
 from systolic.models.decoder.families.fields import (
     FULL,
     SLIDING,
     activation,
-    faithful,
+    config_of,
     follow,
     layer_types,
     named,
@@ -132,36 +131,22 @@ def _written(model: Decoder) -> dict[str, Any]:
     }
 
 
-def gemma2_config(model: Model) -> dict[str, Any]:
-    """A Gemma 2's config.json.
-
-    Raises:
-        OptionError: a Gemma 2 of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
+@config_of("gemma2", "Gemma2ForCausalLM", gemma2)
+def gemma2_config(model: Decoder) -> dict[str, Any]:
+    """A Gemma 2's config.json."""
+    return {
         **_written(model),
         "attn_logit_softcapping": model.attention_cap or None,
     }
-    return faithful(model, written, gemma2)
 
 
-def gemma3_config(model: Model) -> dict[str, Any]:
-    """A config.json of a Gemma 3 for text.
-
-    Raises:
-        OptionError: a Gemma 3 of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "gemma3_text",
-        "architectures": ["Gemma3ForCausalLM"],
+@config_of("gemma3_text", "Gemma3ForCausalLM", gemma3)
+def gemma3_config(model: Decoder) -> dict[str, Any]:
+    """A config.json of a Gemma 3 for text."""
+    return {
         **_written(model),
         "rope_local_base_freq": model.local_rope_theta or model.rope_theta,
     }
-    return faithful(model, written, gemma3)
 
 
 def gemma3_conversion(config: Config) -> Conversion:

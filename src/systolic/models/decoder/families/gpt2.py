@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
-from systolic.models.decoder.families.fields import activation, faithful, follow, named
+from systolic.models.decoder.families.fields import activation, config_of, follow, named
 from systolic.models.families import Config, Family
 from systolic.models.mapping import (
     Conversion,
@@ -121,16 +120,10 @@ def _fused(
     return Rule(ours=ours, theirs=(theirs,), stack=layers, read=read, write=write)
 
 
-def config(model: Model) -> dict[str, Any]:
-    """A GPT-2's config.json.
-
-    Raises:
-        OptionError: a GPT-2 of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
+@config_of("gpt2", "GPT2LMHeadModel", decoder)
+def config(model: Decoder) -> dict[str, Any]:
+    """A GPT-2's config.json."""
+    return {
         "vocab_size": model.vocab,
         "n_positions": model.learned_positions,
         "n_embd": model.d_model,
@@ -141,7 +134,6 @@ def config(model: Model) -> dict[str, Any]:
         "layer_norm_epsilon": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
     }
-    return faithful(model, written, decoder)
 
 
 def whole(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import OptionError
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.families.fields import (
     FULL,
@@ -13,8 +12,8 @@ from systolic.models.decoder.families.fields import (
     SLIDING,
     Layers,
     attention,
+    config_of,
     ends,
-    faithful,
     follow,
     kinds_of_layers,
     layer_types,
@@ -208,16 +207,10 @@ def _packed(config: Config) -> bool:
     return True
 
 
-def config(model: Model) -> dict[str, Any]:
-    """A gpt-oss's config.json.
-
-    Raises:
-        OptionError: it can't say something in the model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "gpt_oss",
-        "architectures": ["GptOssForCausalLM"],
+@config_of("gpt_oss", "GptOssForCausalLM", decoder)
+def config(model: Decoder) -> dict[str, Any]:
+    """A gpt-oss's config.json."""
+    return {
         **shared_fields(model),
         "head_dim": model.head_dim,
         "intermediate_size": model.d_ff,
@@ -230,7 +223,6 @@ def config(model: Model) -> dict[str, Any]:
         "layer_types": layer_types(model),
         **rotary_fields(model),
     }
-    return faithful(model, written, decoder)
 
 
 FAMILIES = {"gpt_oss": Family(model=decoder, conversion=conversion, config=config)}

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.families import fields
-from systolic.models.decoder.families.fields import activation, faithful, named, rotary
+from systolic.models.decoder.families.fields import activation, config_of, named, rotary
 from systolic.models.families import Config, Family
 
 LLAMA: Config = {
@@ -48,22 +47,15 @@ def decoder(config: Config) -> Decoder:
     )
 
 
-def config(model: Model) -> dict[str, Any]:
-    """A Llama's config.json.
-
-    Raises:
-        OptionError: a Llama of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+@config_of("llama", "LlamaForCausalLM", decoder)
+def config(model: Decoder) -> dict[str, Any]:
+    """A Llama's config.json."""
+    return {
         **fields.fields(model),
         "hidden_act": named(model.mlp),
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
     }
-    return faithful(model, written, decoder)
 
 
 def mistral(config: Config) -> Decoder:
@@ -83,21 +75,14 @@ def mistral(config: Config) -> Decoder:
     )
 
 
-def mistral_config(model: Model) -> dict[str, Any]:
-    """A Mistral's config.json.
-
-    Raises:
-        OptionError: a Mistral of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
+@config_of("mistral", "MistralForCausalLM", mistral)
+def mistral_config(model: Decoder) -> dict[str, Any]:
+    """A Mistral's config.json."""
+    return {
         **fields.fields(model),
         "hidden_act": named(model.mlp),
         "sliding_window": model.window or None,
     }
-    return faithful(model, written, mistral)
 
 
 FAMILIES = {

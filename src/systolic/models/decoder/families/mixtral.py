@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.families.fields import (
     LAYER,
     attention,
+    config_of,
     ends,
-    faithful,
     follow,
     kinds_of_layers,
     mixture,
@@ -78,16 +77,10 @@ def conversion(config: Config) -> Conversion:
     return Conversion(rules=rules, unused=tied(model))
 
 
-def config(model: Model) -> dict[str, Any]:
-    """A Mixtral's config.json.
-
-    Raises:
-        OptionError: it can't say something in the model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
+@config_of("mixtral", "MixtralForCausalLM", decoder)
+def config(model: Decoder) -> dict[str, Any]:
+    """A Mixtral's config.json."""
+    return {
         **shared_fields(model),
         "head_dim": model.head_dim,
         "intermediate_size": model.d_ff,
@@ -96,7 +89,6 @@ def config(model: Model) -> dict[str, Any]:
         "sliding_window": model.window or None,
         **rotary_fields(model),
     }
-    return faithful(model, written, decoder)
 
 
 FAMILIES = {"mixtral": Family(model=decoder, conversion=conversion, config=config)}

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.families import fields
 from systolic.models.decoder.families.fields import (
     FULL,
     SLIDING,
     activation,
-    faithful,
+    config_of,
     layer_types,
     named,
     rotary,
@@ -71,37 +70,26 @@ def _shared(config: Config) -> dict[str, Any]:
     }
 
 
-def _written(model: Decoder, kind: str) -> dict[str, Any]:
+@config_of("qwen2", "Qwen2ForCausalLM", qwen2)
+def qwen2_config(model: Decoder) -> dict[str, Any]:
+    """A Qwen2's config.json."""
+    return _written(model)
+
+
+@config_of("qwen3", "Qwen3ForCausalLM", qwen3)
+def qwen3_config(model: Decoder) -> dict[str, Any]:
+    """A Qwen3's config.json."""
+    return {**_written(model), "attention_bias": model.qkv_bias}
+
+
+def _written(model: Decoder) -> dict[str, Any]:
     return {
-        "model_type": kind,
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
         **fields.fields(model),
         "hidden_act": named(model.mlp),
         "use_sliding_window": model.window > 0,
         "sliding_window": model.window or None,
         "layer_types": layer_types(model),
     }
-
-
-def qwen2_config(model: Model) -> dict[str, Any]:
-    """A Qwen2's config.json.
-
-    Raises:
-        OptionError: a Qwen2 of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    return faithful(model, _written(model, "qwen2"), qwen2)
-
-
-def qwen3_config(model: Model) -> dict[str, Any]:
-    """A Qwen3's config.json.
-
-    Raises:
-        OptionError: a Qwen3 of transformers can't be this model.
-    """
-    assert isinstance(model, Decoder)
-    written = {**_written(model, "qwen3"), "attention_bias": model.qkv_bias}
-    return faithful(model, written, qwen3)
 
 
 FAMILIES = {

@@ -3,14 +3,13 @@
 from typing import Any
 
 from systolic.core.errors import OptionError
-from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.families.fields import (
     LAYER,
     attention,
+    config_of,
     dense,
     ends,
-    faithful,
     follow,
     kinds_of_layers,
     mixture,
@@ -106,16 +105,10 @@ def conversion(config: Config) -> Conversion:
     return Conversion(rules=rules, unused=tied(model))
 
 
-def config(model: Model) -> dict[str, Any]:
-    """A Qwen3-MoE's config.json.
-
-    Raises:
-        OptionError: it can't say something in the model.
-    """
-    assert isinstance(model, Decoder)
-    written = {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
+@config_of("qwen3_moe", "Qwen3MoeForCausalLM", decoder)
+def config(model: Decoder) -> dict[str, Any]:
+    """A Qwen3-MoE's config.json."""
+    return {
         **shared_fields(model),
         "head_dim": model.head_dim,
         "intermediate_size": model.dense_width,
@@ -130,7 +123,6 @@ def config(model: Model) -> dict[str, Any]:
         "sliding_window": model.window or None,
         **rotary_fields(model),
     }
-    return faithful(model, written, decoder)
 
 
 FAMILIES = {"qwen3_moe": Family(model=decoder, conversion=conversion, config=config)}

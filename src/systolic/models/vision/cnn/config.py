@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, Range, check
 from systolic.job import Axis, Field, Layout, Model, Target
+from systolic.job.layout import refuse_axes
 from systolic.models.vision.pixels import (
     Pixels,
     conv_flops,
     image_size,
-    refuse_axes,
     strided,
 )
 

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
-from systolic.job import Axis, Field, Layout, Model, Remat, Target
+from systolic.job import Field, Layout, Target
 from systolic.models.vision.pixels import (
+    ConvNet,
     Pixels,
     conv_flops,
     image_size,
-    refuse_axes,
     strided,
 )
 
@@ -44,7 +43,7 @@ class BlockSize(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MobileNetV2(Model):
+class MobileNetV2(ConvNet):
     """Inverted residuals with batch norm and ReLU6, images [height, width, channels] to logits.
 
     Raises:
@@ -101,34 +100,15 @@ class MobileNetV2(Model):
                 conv_in = conv_out
         return tuple(sizes)
 
-    def quantizable(self, path: str) -> bool:
-        """See :meth:`systolic.job.Model.quantizable`."""
-        return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))
-
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.mobilenet.module.MobileNetV2Module` in float32."""
         from systolic.models.vision.mobilenet.module import MobileNetV2Module
 
         return MobileNetV2Module(self, rngs, target)
 
-    def check(self, layout: Layout) -> None:
-        """Data and fsdp."""
-        refuse_axes(layout, "a MobileNetV2", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
-
-    def check_batch(self, examples: int) -> None:
-        """Groups of batch norm must divide the examples of a pass."""
-        if self.norm_examples and examples % self.norm_examples:
-            raise OptionError(
-                f"model.norm-examples {self.norm_examples} does not divide the {examples} examples of a pass; use a divisor of {examples}, or change the batch"
-            )
-
     def lasting(self) -> frozenset[str]:
         """All fields but the scaling of pixels, the norms' epsilon and the examples that share statistics."""
         return frozenset(self.__dataclass_fields__) - {"pixels", "norm_eps", "norm_examples"}
-
-    def policies(self) -> frozenset[Remat]:
-        """Policies without names: each block can be recomputed."""
-        return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the linear layer for one image."""

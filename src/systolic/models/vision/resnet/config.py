@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import NOT_NEGATIVE, Range, check
-from systolic.job import Axis, Field, Layout, Model, Remat, Target
+from systolic.job import Field, Layout, Target
 from systolic.models.vision.pixels import (
+    ConvNet,
     Pixels,
     conv_flops,
     image_size,
-    refuse_axes,
     strided,
 )
 
@@ -73,7 +73,7 @@ class Stem(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResNet(Model):
+class ResNet(ConvNet):
     """A residual network with batch norm, images [height, width, channels] to logits.
 
     Raises:
@@ -96,34 +96,15 @@ class ResNet(Model):
                 f"model.stem is paired and the image size {self.pixels.size} is odd; use an even size, or the stem imagenet"
             )
 
-    def quantizable(self, path: str) -> bool:
-        """See :meth:`systolic.job.Model.quantizable`."""
-        return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))
-
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.resnet.module.ResNetModule` in float32."""
         from systolic.models.vision.resnet.module import ResNetModule
 
         return ResNetModule(self, rngs, target)
 
-    def check(self, layout: Layout) -> None:
-        """Data and fsdp."""
-        refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
-
-    def check_batch(self, examples: int) -> None:
-        """Groups of batch norm must divide the examples of a pass."""
-        if self.norm_examples and examples % self.norm_examples:
-            raise OptionError(
-                f"model.norm-examples {self.norm_examples} does not divide the {examples} examples of a pass; use a divisor of {examples}, or change the batch"
-            )
-
     def lasting(self) -> frozenset[str]:
         """All fields but the scaling of pixels and the examples that share statistics."""
         return frozenset(self.__dataclass_fields__) - {"pixels", "norm_examples"}
-
-    def policies(self) -> frozenset[Remat]:
-        """Policies without names: each block can be recomputed."""
-        return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the head for one image."""

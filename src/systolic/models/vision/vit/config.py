@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.core.errors import LayoutError, OptionError
+from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
-from systolic.models.vision.pixels import Pixels, image_size, refuse_axes
+from systolic.job.layout import check_divides, refuse_axes
+from systolic.models.vision.pixels import Pixels, image_size
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -130,15 +131,11 @@ class ViT(Model):
         """The tensor axis divides heads and hidden units, the fsdp axis the width."""
         refuse_axes(layout, "a ViT", Axis.context, Axis.expert, Axis.pipeline)
         divides = (
-            ("tensor", layout.tensor, "heads", self.heads),
-            ("tensor", layout.tensor, "d-ff", self.d_ff),
-            ("fsdp", layout.fsdp, "d-model", self.d_model),
+            (Axis.tensor, "heads", self.heads),
+            (Axis.tensor, "d-ff", self.d_ff),
+            (Axis.fsdp, "d-model", self.d_model),
         )
-        for axis, ways, dim, size in divides:
-            if size % ways:
-                raise LayoutError(
-                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
-                )
+        check_divides(layout, divides)
 
     def quantizable(self, path: str) -> bool:
         """See :meth:`systolic.job.Model.quantizable`."""
