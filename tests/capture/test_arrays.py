@@ -212,3 +212,55 @@ def test_arrays_on_incompatible_devices_are_refused_as_by_jax(what: str, tmp_pat
     refused = (tmp_path / "said").read_text()
     assert refused == said_by_jax(program.replace("    raise\n", ""), tmp_path)
     assert "device ids [0]" in refused
+
+
+BETWEEN_HALVES = """
+from jax.sharding import Mesh
+
+halves = [
+    NamedSharding(Mesh(np.array([d for d in jax.devices() if d.coords[1] // 2 == n]), ("d",)), P("d")) for n in (0, 1)
+]
+x, w = jnp.zeros((16384, 4096), jnp.bfloat16, device=halves[1]), jnp.zeros((16384, 4096), jnp.bfloat16, device=halves[0])
+
+@jax.jit
+def teach(x):
+    return x * 2
+
+@jax.jit
+def learn(w, x):
+    return w + x
+
+for _ in range(20):
+    x = teach(x)
+    w = learn(w, MOVED)
+"""
+PARTS = """jax.make_array_from_single_device_arrays(x.shape, halves[0], [
+        jax.device_put(part.data, device)
+        for part, device in zip(x.addressable_shards, halves[0].mesh.devices.flat)
+    ])"""
+
+
+@pytest.mark.parametrize("moved", ["jax.device_put(x, halves[0])", PARTS])
+def test_what_crosses_the_slice_shares_the_links_that_do(moved: str, tmp_path: Path) -> None:
+    forecast = forecast_captured(captured_of(BETWEEN_HALVES.replace("MOVED", moved), tmp_path), ON)
+    assert forecast.timeline is not None
+    (copy,) = (span for span in forecast.timeline.spans if span.name == "device_put")
+    # Two links lead from one half of the 2x4 to the other; by the published rate of each, 50 GB/s one way.
+    assert copy.seconds >= 2 * 16384 * 4096 / (2 * 50e9)
+    assert copy.seconds < 1.3 * 2 * 16384 * 4096 / (2 * 50e9)
+
+
+@pytest.mark.parametrize("name", ["step", "jit(step)"])
+def test_a_step_that_is_compiled_ahead_has_both_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(w): return w @ w\n"
+        "w = jnp.zeros((512, 512))\n"
+        "call = jax.jit(step).lower(w).compile()\n"
+        "for _ in range(9): w = call(w)\n"
+    )
+    answer = tmp_path / "answer"
+    answer.mkdir()
+    command = [sys.executable, str(tmp_path / "program.py")]
+    captured = capture(command, slice("v5e-1"), answer, step=name, quick=True)
+    assert [program.name for program in captured.programs] == [name]

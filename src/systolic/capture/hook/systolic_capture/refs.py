@@ -1,6 +1,7 @@
 """Mutable references of ``jax.new_ref`` whose arrays lie on the slice: a call takes the arrays, and gives each that it may change anew."""
 
 import functools
+from typing import Any
 
 from systolic_capture import arrays
 
@@ -48,7 +49,7 @@ class DischargedCall:
         self._changed = mutation.out_mut
         self.args = [_array(value, first_device) for value in self._refs]
         more = len(mutation.in_mut)
-        self.params = {**params, "jaxpr": jaxpr}
+        self.params: dict[str, Any] = {**params, "jaxpr": jaxpr}
         fillers = (("in_shardings", UNSPECIFIED), ("in_layouts", None), ("donated_invars", False))
         for name, filler in fillers:
             if name in params:
