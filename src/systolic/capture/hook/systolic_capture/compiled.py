@@ -201,7 +201,7 @@ class CapturedCompiled:
         return jax.tree.unflatten(tree, self._call.places)
 
     def _as_declared(self):
-        """What stands for the arguments, each where it was lowered for."""
+        """Stand-ins for the arguments, each where it was lowered for."""
         compile_args = self._lowered._lowering.compile_args
         infos = jax.tree.leaves(self._lowered.args_info)
         kept = compile_args.get("kept_var_idx")

@@ -17,7 +17,6 @@ from systolic_capture import (
     counters,
     memory,
     moves,
-    refs,
     report,
     shardings,
 )
@@ -85,8 +84,8 @@ def patch_core(core):
     real = core.EvalTrace.process_primitive
 
     def process_primitive(self, primitive, args, params, /):
-        if refs.on_slice(args) or (
-            primitive.name in refs.MAKERS and any(map(arrays.is_slice_array, args))
+        if arrays.refs_on_slice(args) or (
+            primitive.name in arrays.REF_MAKERS and any(map(arrays.is_slice_array, args))
         ):
             return real(self, primitive, args, params)  # a copy, or a call of jit
         if (
@@ -376,7 +375,7 @@ def _belongs_to_slice(args, params):
     jaxpr = params["jaxpr"]
     if any(map(arrays.is_slice_array, args)):
         return True
-    if refs.on_slice(args) or refs.on_slice(shardings.inner(jaxpr).consts):
+    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.inner(jaxpr).consts):
         return True
     for where in (*params["in_shardings"], *params["out_shardings"]):
         if bridge.is_sharding(where) and bridge.on_slice(where):
@@ -433,8 +432,8 @@ def patch_public_jit(jax):
 
 def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
-    if refs.is_used(params["jaxpr"], args):
-        discharged = refs.DischargedCall(args, params, first_device)
+    if arrays.uses_refs(params["jaxpr"], args):
+        discharged = arrays.DischargedCall(args, params, first_device)
         return discharged.results(jit_call(discharged.args, discharged.params))
     arrays.check(args)
     call = calls.Call(args, params, is_own(params["jaxpr"], params.get("name")))

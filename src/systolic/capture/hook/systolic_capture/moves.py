@@ -217,7 +217,7 @@ def _parts(source, target, shape, itemsize):
 
 @functools.lru_cache(maxsize=4096)
 def _across(source, target, shape, itemsize):
-    """What has to cross each cut of the torus, once at least: its links share it, in bytes of all links of a device."""
+    """Bytes that have to cross each cut of the torus, once at least: its links share them, in bytes of all links of a device."""
     had = [(device, _box(index, shape)) for device, index in _map(source, shape)]
     wanted = [(device, _box(index, shape)) for device, index in _map(target, shape)]
     if len({_slice(device) for device, _ in (*had, *wanted)}) > 1:
