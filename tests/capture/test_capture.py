@@ -332,7 +332,11 @@ def test_a_signal_ends_the_program_with_or_without_the_hook(
     marker = tmp_path / "running"
     program = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(60)"
     unhooked = ["env", "-u", "PYTHONPATH"] if number == signal.SIGTERM else []
-    words = ["forecast", "--on", "v5e-8", "--", *unhooked, sys.executable, "-c", program]
+    kept = tmp_path / "kept"
+    if number == signal.SIGTERM:
+        kept.mkdir()
+    options = ["--on", "v5e-8", "--keep", str(kept)]
+    words = ["forecast", *options, "--", *unhooked, sys.executable, "-c", program]
     process = subprocess.Popen(
         [sys.executable, "-m", "systolic", *words],
         stderr=subprocess.DEVNULL,
@@ -345,6 +349,20 @@ def test_a_signal_ends_the_program_with_or_without_the_hook(
     process.send_signal(number)
     assert process.wait(timeout=30) == code
     assert not is_running(str(marker))
+    # The next run takes the folder again.
+    assert kept.exists() == (number == signal.SIGTERM)
+    assert not kept.exists() or not list(kept.iterdir())
+
+
+def test_a_program_that_python_reads_from_its_input(tmp_path: Path) -> None:
+    program = "import jax\nw = jax.numpy.ones((256, 256))\nf = jax.jit(lambda w: w @ w)\nfor _ in range(5): w = f(w)\n"
+    words = ["forecast", "--on", "v5e-1", "--quick", "--json", "--", sys.executable, "-", "a b"]
+    process = subprocess.run(
+        [sys.executable, "-m", "systolic", *words], input=program, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["recipe"] == "lambda at <stdin>:3"
+    assert f"{sys.executable} - 'a b' for v5e-1: starting" in process.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys) -> None:

@@ -48,7 +48,9 @@ def test_arrays_beside_the_step_are_in_its_memory(tmp_path: Path, capsys) -> Non
     assert made.rejected.need_bytes == made.memory.peak_bytes > made.capacity_bytes
     assert f"17.25 GiB {HELD}" in made.rejected.remedies[0]
     assert made.to_json()["hbm"]["by_kind"][HELD] == made.memory.by_kind[HELD]
-    assert made.cautions[0].startswith("the step uses 4 of the 8 chips of v5e-8, and the bill is f")
+    assert made.cautions[0].startswith(
+        "the step uses 4 of the 8 chips of v5e-8, and MFU, HFU and the bill are of all"
+    )
 
 
 def test_the_command_refuses_what_does_not_fit_beside_the_step(tmp_path: Path, capsys) -> None:

@@ -288,4 +288,7 @@ def test_a_dump_for_one_device_says_that_the_bill_is_for_all(tmp_path: Path) -> 
     assert eight.step_seconds == one.step_seconds
     assert eight.hfu == pytest.approx(one.hfu / 8)
     (caution,) = set(eight.cautions) - set(one.cautions)
-    assert "dump.txt runs on one of the 8 devices of v5e-8, and the bill is for all" in caution
+    assert (
+        "dump.txt runs on one of the 8 devices of v5e-8, and MFU, HFU and the bill are of all"
+        in caution
+    )

@@ -294,7 +294,7 @@ def capture(
     """Runs a program until its step is known, and compiles that for a slice.
 
     Args:
-        command: The program and its arguments, as a shell would start it. Its output goes to stderr.
+        command: The program and its arguments, as a shell would start it. Its input is this process's, its output goes to stderr.
         on: A slice of TPUs.
         folder: Existing and empty; for the answer.
         step: Name of the jitted function that is the step; by default what repeats.
@@ -320,6 +320,7 @@ def capture(
         step=step,
         quick=quick,
         limit_seconds=limit_seconds,
+        torus=list(zip(on.topology, on.wrap, strict=True)),
     )
     try:
         (folder / "request.json").write_bytes(msgspec.json.encode(request))
@@ -358,6 +359,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     step: str | None
     quick: bool
     limit_seconds: float
+    torus: list[tuple[int, bool]]
 
 
 def _topology(on: Slice) -> Topology:
@@ -433,7 +435,6 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
     try:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
             stdout=STDERR,
             env=_environment(folder),
             start_new_session=True,  # its own children end with it

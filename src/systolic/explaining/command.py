@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -483,7 +484,7 @@ def explain_program(
     known = given_with(trips, costs, calibration, place)
     with (
         tempfile.TemporaryDirectory(prefix="systolic-") as folder,
-        working(f"{' '.join(command[:3])} for {place.name}"),
+        working(f"{shlex.join(command[:3])} for {place.name}"),
     ):
         return captured_explanation(
             command, place, Path(folder), step=step, seconds=60 * minutes, given=known

@@ -641,12 +641,12 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
     elif len(used) == 1 < on.num_devices:
         names = " and ".join(part.program.name for part in parts)
         cautions.append(
-            f"{names} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: shard its arguments over a mesh of jax.devices() to use all"
+            f"{names} runs on one of the {on.num_devices} devices of {on.name}, and MFU, HFU and the bill are of all: shard its arguments over a mesh of jax.devices() to use all"
         )
     elif num_used < on.num_devices:
         chips = len({(*place[:3], place[4]) for place in used})
         cautions.append(
-            f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and the bill is for all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"
+            f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and MFU, HFU and the bill are of all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"
         )
     else:
         cautions += [

@@ -4,9 +4,10 @@ import inspect
 import itertools
 import json
 import shlex
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -301,8 +302,8 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
         if keep is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="systolic-")))
         else:
-            folder = _new_folder(Path(keep))
-        with working(f"{' '.join(command[:3])} for {place.name}") as progress:
+            folder = stack.enter_context(_kept(Path(keep)))
+        with working(f"{shlex.join(command[:3])} for {place.name}") as progress:
             captured = capture(
                 command,
                 place,
@@ -639,6 +640,23 @@ def _compared(result: "Forecast", before: Mapping[str, Any] | None) -> "Forecast
     from systolic.forecasting.comparison import ForecastChanges
 
     return replace(result, against=ForecastChanges.of(before, result.to_json()))
+
+
+@contextmanager
+def _kept(folder: Path) -> Generator[Path]:
+    """The folder of ``--keep``; without an answer in it, it is left as it was, for the next run."""
+    from systolic.capture.program import ANSWER
+
+    was_there = folder.exists()
+    _new_folder(folder)
+    try:
+        yield folder
+    finally:
+        if not (folder / ANSWER).exists():
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if not was_there:
+                folder.rmdir()
 
 
 def _new_folder(folder: Path) -> Path:

@@ -144,7 +144,7 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
 def _of_one_device(forecast: Forecast, on: Slice) -> Forecast:
     """The forecast of a program for one of a slice's devices: FLOPs are the mean over all, and the bill is for all."""
     share = 1 / on.num_devices
-    caution = f"{forecast.recipe} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: compile it over a mesh of all, or choose a slice of one device"
+    caution = f"{forecast.recipe} runs on one of the {on.num_devices} devices of {on.name}, and MFU, HFU and the bill are of all: compile it over a mesh of all, or choose a slice of one device"
     return replace(
         forecast,
         hardware_flops=share * forecast.hardware_flops,

@@ -1,5 +1,6 @@
 """``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best, of slices given by name, by chip or as ``any``."""
 
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -411,7 +412,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
             folder = Path(root) / f"{slices.index(place)}"
             folder.mkdir()
             number = f"[{slices.index(place) + 1}/{len(slices)}]"
-            with working(f"{number} {' '.join(command[:3])} for {place.name}") as progress:
+            with working(f"{number} {shlex.join(command[:3])} for {place.name}") as progress:
                 return capture(
                     command,
                     place,

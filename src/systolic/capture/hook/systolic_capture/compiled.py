@@ -30,6 +30,8 @@ class Lowered:
     def __init__(self, lowered, options):
         lowering = lowered._lowering
         self.name = str(getattr(lowering, "_name", "program"))
+        if self.name == f"jit({report.request().step})":
+            self.name = report.request().step  # either is one of its names
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
         self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
@@ -194,7 +196,31 @@ class CapturedCompiled:
     def output_shardings(self):
         """Shardings of the results as lowered."""
         infos, tree = jax.tree.flatten(self._lowered.out_info)
-        return jax.tree.unflatten(tree, self._call.places or self._places([], infos))
+        if self._call.places is None:
+            self._call.places = self._places(self._as_declared(), infos)
+        return jax.tree.unflatten(tree, self._call.places)
+
+    def _as_declared(self):
+        """Stand-ins for the arguments, each where it was lowered for."""
+        compile_args = self._lowered._lowering.compile_args
+        infos = jax.tree.leaves(self._lowered.args_info)
+        kept = compile_args.get("kept_var_idx")
+        kept = range(len(infos)) if kept is None else sorted(kept)
+        places = dict(zip(kept, compile_args.get("in_shardings", ()), strict=False))
+        stand_ins = []
+        for number, info in enumerate(infos):
+            where = places.get(number)
+            # A number of the host is lowered as one that has no mesh.
+            is_placed = bridge.on_slice(where) and type(where).__name__ != "GSPMDSharding"
+            stand_ins.append(
+                dispatch.stand_in(
+                    core.ShapedArray(info.shape, info.dtype),
+                    where if is_placed else dispatch.first_device(),
+                    is_placed,
+                    buffer=False,
+                )
+            )
+        return stand_ins
 
 
 class MemoryStats:

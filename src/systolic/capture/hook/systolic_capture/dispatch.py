@@ -84,6 +84,10 @@ def patch_core(core):
     real = core.EvalTrace.process_primitive
 
     def process_primitive(self, primitive, args, params, /):
+        if arrays.refs_on_slice(args) or (
+            primitive.name in arrays.REF_MAKERS and any(map(arrays.is_slice_array, args))
+        ):
+            return real(self, primitive, args, params)  # a copy, or a call of jit
         if (
             any(map(arrays.is_slice_array, args))
             or _names_slice(params)
@@ -93,7 +97,7 @@ def patch_core(core):
                 return real(
                     self, primitive, args, params
                 )  # a call of jit, or the operations inside
-            if _is_split(primitive, args, params):
+            if _is_split(primitive, args, params) or _are_apart(args):
                 from jax._src import dispatch
 
                 return dispatch.apply_primitive(primitive, *args, **params)
@@ -262,10 +266,12 @@ def patch_array(module):
         if not bridge.on_slice(where):
             return real_callback(shape, sharding, data_callback, *args, dtype=dtype, **kwargs)
         shape = tuple(shape)
+        index = next(iter(where.devices_indices_map(shape).values()))
+        part = data_callback(index)
         if dtype is None:
-            index = next(iter(where.devices_indices_map(shape).values()))
-            part = data_callback(index)
             dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
+        if arrays.is_slice_array(part):
+            return _of_slice_part(part, shape, dtype, where)
         array = array_of(shape, dtype, where)
         moves.count_fed(array.aval, where)
         return array
@@ -303,6 +309,17 @@ def patch_array(module):
     module.make_array_from_callback = make_array_from_callback
     module.make_array_from_process_local_data = make_array_from_process_local_data
     module.make_array_from_single_device_arrays = make_array_from_single_device_arrays
+
+
+def _of_slice_part(part, shape, dtype, where):
+    """An array each of whose parts is a copy of one that lies on the slice, as ``jax.numpy.zeros`` makes them with ``device=``: its
+    own device keeps that very part."""
+    sources = part.sources
+    if hasattr(where, "mesh"):
+        sources = moves.count(part, shardings.replicated(where.mesh))
+    if part.buffer and part.sharding.device_set <= where.device_set:
+        part.buffer.free()
+    return array_of(shape, dtype, where, sources=sources)
 
 
 def whole_shape(own, sharding, shape):
@@ -355,9 +372,11 @@ def _extras(real):
 
 
 def _belongs_to_slice(args, params):
+    jaxpr = params["jaxpr"]
     if any(map(arrays.is_slice_array, args)):
         return True
-    jaxpr = params["jaxpr"]
+    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.inner(jaxpr).consts):
+        return True
     for where in (*params["in_shardings"], *params["out_shardings"]):
         if bridge.is_sharding(where) and bridge.on_slice(where):
             return True
@@ -413,8 +432,12 @@ def patch_public_jit(jax):
 
 def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
+    if arrays.uses_refs(params["jaxpr"], args):
+        discharged = arrays.DischargedCall(args, params, first_device)
+        return discharged.results(jit_call(discharged.args, discharged.params))
     arrays.check(args)
     call = calls.Call(args, params, is_own(params["jaxpr"], params.get("name")))
+    _refuse_apart(call)
     with contextlib.nullcontext() if call.own else memory.inside_call():
         outs = call.results()
         counters.tell(params["jaxpr"], args, outs)
@@ -425,6 +448,28 @@ def jit_call(args, params):
         out.sources = sources
         memory.made_by(out.buffer, out.born)
     return outs
+
+
+def _are_apart(args):
+    """Whether arguments that are committed lie on other devices, or on the same in another order."""
+    placed = (arg for arg in args if arrays.is_slice_array(arg) and arg._committed)
+    return len({arg.sharding._device_assignment for arg in placed}) > 1
+
+
+_lowered = set()
+"""Calls of which jax takes the arguments though they lie apart."""
+
+
+def _refuse_apart(call):
+    """Raises the error by which jax names arguments on incompatible devices."""
+    if not _are_apart(call.args) or call.key in _lowered:
+        return
+    try:
+        call.lower()
+    except Exception as error:  # others are its compile's to say
+        if type(error).__name__ == "DeviceAssignmentMismatchError":
+            raise
+    _lowered.add(call.key)
 
 
 # stages: programs that the program compiles itself

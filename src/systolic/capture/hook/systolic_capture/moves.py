@@ -4,7 +4,7 @@ import collections
 import functools
 import math
 
-from systolic_capture import arrays, bridge, memory
+from systolic_capture import arrays, bridge, memory, report
 
 KINDS = ("host", "devices", "slices")
 """Over the link between a device and its host, between the chips of a slice, and between slices."""
@@ -13,6 +13,10 @@ CAUSES = ("put", "spread", "read", "fed")
 the host, such as a batch, that is put onto the slice or given to a call."""
 EACH_WAY = ("in", "out")
 """Directions of a link, which carries both at once."""
+ACROSS = "across"
+"""All links from one part of the slice to the other, in place of a direction."""
+MOST_PAIRS = 1 << 12
+"""Parts of an array that lie on one side and are wanted there, in pairs, above which all are taken as being there."""
 
 _counts = dict.fromkeys(CAUSES, 0)
 
@@ -42,7 +46,7 @@ class LinkQueue:
     def call(self, devices, ready):
         """Begin of a call on some devices, which waits for their moves, as later moves of theirs wait for it."""
         begin = max(ready, self._until(devices))
-        if all(own <= devices for own, _ in self._busy):
+        if all(own <= devices for own, way in self._busy if way != ACROSS):
             self._busy.clear()
             self._free = begin
         else:
@@ -175,9 +179,11 @@ def count(value, target, cause="put"):
     shape = tuple(value.shape)
     itemsize = getattr(value.dtype, "itemsize", 4)
     try:
-        parts = _parts(value.sharding, target, shape, itemsize)
+        host, near, far = _parts(value.sharding, target, shape, itemsize)
+        across = _across(value.sharding, target, shape, itemsize) if near else ()
     except Exception:  # shardings that do not divide the array
         return value.sources
+    parts = (host, (*near, *across), far)
     return _move(cause, parts, value.sources) if any(parts) else value.sources
 
 
@@ -207,6 +213,44 @@ def _parts(source, target, shape, itemsize):
         gone = _by_size("out", dict.fromkeys(had, leaving))
         both.append((*_by_size("in", lacking), *gone))
     return _by_size("", host), *both
+
+
+@functools.lru_cache(maxsize=4096)
+def _across(source, target, shape, itemsize):
+    """Bytes that have to cross each cut of the torus, once at least: its links share them, in bytes of all links of a device."""
+    had = [(device, _box(index, shape)) for device, index in _map(source, shape)]
+    wanted = [(device, _box(index, shape)) for device, index in _map(target, shape)]
+    if len({_slice(device) for device, _ in (*had, *wanted)}) > 1:
+        return ()
+    torus = report.request().torus
+    own_links = sum((2 if closed and size > 2 else 1) for size, closed in torus if size > 1)
+    chips = math.prod(size for size, _ in torus)
+    parts = []
+    for axis, (size, closed) in enumerate(torus):
+        for inside in _sides(size, closed and size > 2):
+            there = {tuple(box) for device, box in had if device.coords[axis] in inside}
+            lacking = {tuple(box) for device, box in wanted if device.coords[axis] in inside}
+            lacking -= there
+            if len(there) * len(lacking) > MOST_PAIRS:
+                continue
+            crossing = sum(max(0, _size(box) - _shared(box, there)) for box in lacking)
+            links = chips // size * (2 if closed and size > 2 else 1)
+            if crossing:
+                cut = frozenset([(axis, inside)])
+                parts.append((ACROSS, cut, -(-crossing * itemsize * own_links // links)))
+    return tuple(parts)
+
+
+def _sides(size, closed):
+    """The parts into which cuts divide an axis: of a ring its halves."""
+    if closed:
+        return [frozenset((begin + n) % size for n in range(size // 2)) for begin in range(size)]
+    ends = range(1, size)
+    return [frozenset(range(*side)) for end in ends for side in ((0, end), (end, size))]
+
+
+def _shared(box, others):
+    return sum(_common(box, other) for other in others)
 
 
 def _by_size(direction, sizes):

@@ -38,6 +38,7 @@ class ParentRequest:
         step=None,
         quick=False,
         limit_seconds=1200,
+        torus=(),
     ):
         self.topology = topology
         """Arguments of libtpu's description of the slice."""
@@ -47,6 +48,8 @@ class ParentRequest:
         """Name of the step's function; None for the one that repeats."""
         self.quick = quick
         """Whether the compile stops at the schedule."""
+        self.torus = torus
+        """Along each axis of a slice its chips, and whether it is closed to a ring."""
         self.limit_seconds = limit_seconds
         """Seconds after which what has been called is all there is."""
 

@@ -37,6 +37,9 @@ class SliceArray(_Array):
         """Number of the latest recorded call that it comes from; -1 of one from none."""
         return max(arrays.numbers(self.sources), default=-1)
 
+    __array_priority__ = 100
+    """That of jax's arrays: numpy leaves operations with one to it, where it stands at the right as well."""
+
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
     ndim = property(lambda self: len(self.aval.shape))
