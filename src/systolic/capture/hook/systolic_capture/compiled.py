@@ -155,7 +155,7 @@ class CapturedCompiled:
 
     def memory_analysis(self):
         """The compiler's, in the form of this jax; of a quick capture the arguments and results as lowered."""
-        if report.request().get("quick") and "_compiled" not in vars(self):
+        if report.request().quick and "_compiled" not in vars(self):
             return self._as_lowered
         return self._compiled.memory_analysis() if self._compiled else None
 
