@@ -314,7 +314,6 @@ def _small(sequence, length):
     end = len(sequence)
     whole = range(end - length, end)
     total = sum(sequence[n].work for n in whole)
-    constant = _constant(sequence, length)
     for inner, last, times in _runs(sequence, length):
         now = range(last - inner, last)
         inside = min(times, length // inner)
@@ -323,6 +322,7 @@ def _small(sequence, length):
             continue
         if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
             continue
+        constant = _constant(sequence, length, last)
         if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
             run = {n % length for n in range(last - inside * inner, last)}
             left = [sequence[n].call.name for n in whole if n % length not in run]
@@ -391,10 +391,9 @@ def _are_layers(sequence, whole, kinds):
     )
 
 
-def _constant(sequence, length):
-    """Arrays that the sequence before had too, which do not change with a step: a batch that is used again."""
-    end = len(sequence)
-    before = sequence[end - 2 * length : end - length]
+def _constant(sequence, length, end):
+    """Arrays that the sequence before the one that ends there had, which do not change with a step: a batch that is used again."""
+    before = sequence[max(0, end - 2 * length) : end - length]
     return {serial for entry in before for serial, _ in entry.ids}
 
 
@@ -414,7 +413,7 @@ def _chain(sequence, length):
     before = [[n - length for n in groups[-1]], *groups]
     if not all(_takes(sequence, now, last) for last, now in itertools.pairwise(before)):
         return None  # the layers of one step
-    if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length)):
+    if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length, end)):
         return None
     starts = [group[0] for group in groups[1:]]
     parts = [[] for _ in groups]
