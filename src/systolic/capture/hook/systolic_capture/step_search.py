@@ -144,8 +144,8 @@ def _ends_of(sequence, step):
 
 
 def left_out(sequence, step, after=()):
-    """What repeats, or has more FLOPs than a step, and is no part of it: its share of the work of all calls, and how often each
-    function is called.
+    """Share of the work of all calls that repeats, or has more FLOPs than a step, and is no part of it, and how often each function
+    is called.
 
     Args:
         sequence: The calls.
@@ -344,7 +344,7 @@ def _runs(sequence, length):
     quarters = [
         bisect.bisect_left(sums, sums[length] + share * total) - 1 for share in (0.25, 0.75)
     ]
-    around = [_Around(kinds, place + back) for place in quarters for back in (0, -length)]
+    around = [_RunsAround(kinds, place + back) for place in quarters for back in (0, -length)]
     seen = []
     for inner in range(1, length // 3 + 1 if total else 0):
         if any(inner % shorter == 0 for shorter in seen):
@@ -360,7 +360,7 @@ def _runs(sequence, length):
                 yield inner, start + end, ends[end]
 
 
-class _Around:
+class _RunsAround:
     """Runs around a place in a sequence of kinds."""
 
     def __init__(self, kinds, place):
