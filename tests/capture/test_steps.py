@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from systolic.capture import capture
 from systolic.chips import slice
@@ -168,6 +170,69 @@ def test_a_program_that_reads_analyses_and_saves_early(tmp_path: Path, capfd) ->
     assert all(path.exists() for path in saved)
 
 
+@pytest.mark.parametrize("microbatches", [320, 1200])
+def test_a_step_of_many_microbatches(tmp_path: Path, microbatches: int) -> None:
+    made, folder = forecast_of(
+        "repeating.py", "v5e-1", tmp_path, "microbatches", f"{microbatches}", "4"
+    )
+    assert made.recipe == "gather + update"
+    gather, update = (alone(folder, number) for number in (0, 1))
+    assert made.step_seconds == pytest.approx(microbatches * gather + update)
+    assert not made.cautions
+
+
+def test_evaluations_hundreds_of_steps_apart(tmp_path: Path) -> None:
+    made, _ = forecast_of("repeating.py", "v5e-1", tmp_path, "evaluations", "350", "1200")
+    assert made.recipe == "train"
+    (evaluation,) = made.to_json()["periodic"]
+    assert (evaluation["name"], evaluation["every_steps"]) == ("evaluate", 350)
+    # By hand: a batch of 1 GiB, and as much to sort.
+    assert made.memory is not None
+    assert made.memory.peak_bytes == evaluation["peak_bytes"] > 2 * GIB
+
+
+def test_a_short_run_that_ends_with_equal_calls(tmp_path: Path) -> None:
+    made, folder = forecast_of("repeating.py", "v5e-1", tmp_path, "critics", "4")
+    assert made.recipe == "generator + critic"
+    assert made.step_seconds == pytest.approx(alone(folder, 0) + 5 * alone(folder, 1))
+
+
+def test_a_phase_that_the_step_leaves_out(tmp_path: Path, capsys) -> None:
+    """By hand: each of both phases has half the calls and of the FLOPs; before the step bytes may be those of an initialization."""
+    made, _ = forecast_of("repeating.py", "v5e-1", tmp_path, "phases")
+    assert made.recipe == "gather"
+    flops, mib = 2 * 2 * 512 * 1024 * 1024, 100.0 * (1 << 20)
+    share = flops / (2 * flops + 10 * mib)  # weights twice, and a batch of 2 MiB
+    line = f"the step leaves out train (20): {100 * share:.2g} % of the FLOPs and bytes of all recorded calls"
+    assert made.cautions[0].startswith(line)
+    program = [sys.executable, str(tmp_path / "repeating.py"), "phases"]
+    assert main(["plan", "--on", "v5e-1", "--", *program]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_step_of_integers(tmp_path: Path) -> None:
+    made, _ = forecast_of("repeating.py", "v5e-1", tmp_path, "integers")
+    assert made.recipe == "embed + layer + head"
+    assert not any("no step is known" in line for line in made.cautions)
+    assert made.hardware_flops == pytest.approx(2 * 256 * 1024 * (4 * 1024 + 4096), rel=0.01)
+
+
+def test_threads_on_devices_of_their_own(tmp_path: Path) -> None:
+    made, folder = forecast_of("repeating.py", "v5e-4", tmp_path, "threads", "30")
+    assert set(made.recipe.split(" + ")) == {"evaluate", "train"}
+    slowest = max(alone(folder, number) for number in (0, 1))
+    moved = made.time_by_resource["ici"]
+    assert made.step_seconds == pytest.approx(slowest + moved, rel=1e-3)
+    assert made.to_json().get("periodic") is None
+    assert "the step uses 2 of the 4 chips" in made.cautions[0]
+    assert any("2 threads run on devices of their own" in note for note in made.notes)
+
+
+def alone(folder: Path, number: int) -> float:
+    """Seconds of a program of a step on one chip."""
+    return forecast_text(folder / f"program{number}.txt", slice("v5e-1")).step_seconds or 0.0
+
+
 # By hand, without a compiler
 
 
@@ -198,7 +263,7 @@ class Recorder:
         self, name: str, *takes: str, into: str = "", flops: float = 1.0, size: int = 0
     ) -> None:
         """Calls a function; ``into``: the name of what it makes, its own by default; ``size``: bytes of its arguments."""
-        kind = self.kinds.setdefault(name, Kind(key=(name,), name=name, flops=flops))
+        kind = self.kinds.setdefault(name, Kind(key=(name,), name=name, source="", flops=flops))
         born = frozenset(self.last.get(one, -1) for one in takes)
         ids = [(len(self.sequence), size)] if size else []
         after = born - {-1}
@@ -350,3 +415,84 @@ def test_a_rare_call_without_flops_is_listed_by_its_bytes(size: int, listed: boo
         if step % 4 == 3:
             made.call("average", "average", "train", flops=0.0, size=size)
     assert made.step() == (["train"], [("average", 1.0, 4.0)] if listed else [])
+
+
+@given(
+    st.lists(st.sampled_from("abcd"), min_size=2, max_size=8),
+    st.integers(0, 4),
+    st.integers(2, 4),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_a_step_is_sought_among_calls(
+    word: list[str], prefix: int, every: int, more: int, evaluates: bool
+) -> None:
+    """What is repeated three times or more, whatever its end repeats, what was called before, and what comes with some."""
+    size = len(word)
+    assume(len(set(word)) > 1)
+    assume(not any(word == word[:part] * (size // part) for part in range(1, size)))
+    made = Recorder()
+    for _ in range(prefix):
+        made.call("initialize")
+    for step in range(1, 3 * every + more + 1):
+        for name in word:
+            made.call(name, "state", into="state")
+        if evaluates and step % every == 0:
+            made.call("evaluate", "state", flops=9.0)
+    names, rare = made.step()
+    assert names in [word[turn:] + word[:turn] for turn in range(size)]
+    assert rare == ([("evaluate", 1, every)] if evaluates else [])
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=40), st.integers(1, 9))
+def test_what_the_last_calls_repeat_by_comparing_all(names: list[str], least: int) -> None:
+    """Where nothing is handed on it is the shortest square at the end, as all of them compared have it."""
+    made = Recorder()
+    for name in names:
+        made.call(name)
+    squares = [
+        length
+        for length in range(least, len(names) // 2 + 1)
+        if names[-length:] == names[-2 * length : -length] and len(names) > 2
+    ]
+    assert made.steps.period(made.sequence, least) == min(squares, default=None)
+
+
+def test_a_step_of_thousands_of_calls() -> None:
+    made = Recorder()
+    for _ in range(3):
+        for _ in range(3000):
+            made.call("gather", "update", "gather")
+        made.call("update", "update", "gather", flops=3000.0)
+    assert made.steps.period(made.sequence) == 3001
+    names, _ = made.step()
+    assert names == ["gather"] * 3000 + ["update"]
+    share, others = made.steps.left_out(
+        made.sequence, made.steps.CalledStep([len(made.sequence) - 2])
+    )
+    assert (share, others) == (0.5, {"update": 3})
+
+
+def test_runs_that_begin_anew_are_no_step() -> None:
+    """Three runs of a loop, each from weights of its own: nothing is handed on from one to the next."""
+    made = Recorder()
+    for _ in range(3):
+        made.call("initialize", into="train")
+        for _ in range(20):
+            made.call("train", "train")
+    assert made.step() == (["train"], [])
+
+
+def test_threads_are_sequences_of_their_own() -> None:
+    made = Recorder()
+    for step in range(40):
+        for name in ["act", "act", "learn"] if step % 3 else ["learn", "act", "act"]:
+            made.call(name, name, *["act"] * (name == "learn"))
+            made.sequence[-1].thread = name
+            made.sequence[-1].call.devices = frozenset([name])
+    threads = made.steps.of_threads(made.sequence)
+    assert [thread.length for thread in threads] == [1, 1]
+    step = made.steps.beside_each_other(threads)
+    assert sorted(made.sequence[n].call.name for n in step.numbers) == ["act", "act", "learn"]
+    made.kinds["act"].devices = made.kinds["learn"].devices
+    assert not made.steps.of_threads(made.sequence)

@@ -98,16 +98,20 @@ def rank(
         NotFoundError: there is no such command.
     """
     rows, works = [], []
+    cautions = defaultdict[str, list[str]](list)
     for on in slices:
         try:
             captured = captured_for(on)
             parts = parts_of(captured, on, given)
             rows.append(ForecastRow(on=on, forecast=forecast_parts(captured, parts, on)))
             works.append(_work(parts))
+            for caution in captured.answer.cautions:
+                cautions[caution].append(on.name)
         except (DataError, LayoutError, OptionError, RunError) as error:
             rows.append(ForecastRow(on=on, problem=str(error)))
             works.append(StepFlops())
     scaled, notes, same = _scaled(rows, works)
+    notes = [*(_on(names, text, slices) for text, names in cautions.items()), *notes]
     table = ForecastTable(name=name, rows=scaled, of_same_work=same)
     priced = all(row.usd_per_unit is not None for row in table if row.fits)
 
@@ -124,6 +128,11 @@ def rank(
     if same and not by_time and not priced:
         notes.append("a slice has no price, so that they are ranked by time")
     return Ranking(table=replace(table, rows=sorted(scaled, key=key)), notes=notes)
+
+
+def _on(names: Sequence[str], caution: str, slices: Sequence[Slice]) -> str:
+    """A caution, with the slices that it is of unless these are all."""
+    return caution if len(names) == len(slices) else f"on {', '.join(names)}: {caution}"
 
 
 def _work(parts: Sequence[StepPart]) -> StepFlops:

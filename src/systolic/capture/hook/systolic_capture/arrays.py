@@ -68,7 +68,9 @@ def links(values):
     Keys of random numbers and counters don't tell: what makes one array after the other shares them.
     """
     taken = [
-        array for array in values if is_slice_array(array) and array.size > 1 and _is_inexact(array)
+        array
+        for array in values
+        if is_slice_array(array) and array.size > 1 and not _may_be_keys(array)
     ]
     return frozenset(array.serial for array in taken), frozenset(array.born for array in taken)
 
@@ -78,6 +80,16 @@ def _is_inexact(array):
     from jax._src import dtypes
 
     return dtypes.issubdtype(array.dtype, np.inexact)
+
+
+def _may_be_keys(array):
+    """Whether an array may be keys of random numbers: typed ones, or two or four words of 32 bits each."""
+    import numpy as np
+    from jax._src import dtypes
+
+    if dtypes.issubdtype(array.dtype, dtypes.extended):
+        return True
+    return array.dtype == np.uint32 and array.shape[-1] in (2, 4)
 
 
 def donate(values, results, places):

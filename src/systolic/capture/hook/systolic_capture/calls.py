@@ -25,13 +25,15 @@ from systolic_capture import (
 )
 
 LIKELY_CALLS = 40
-"""Calls after which a repeated sequence may be the step of a program that ends with others."""
+"""Calls after which a repeated sequence may be the step of a program that ends with others; three repeats of several functions are enough."""
+SEARCHES, SEARCH_SECONDS = 32, 0.25
+"""The step is sought when a call in so many more has come, which is at each of the first, and after so many seconds."""
 SURE_CALLS = 2000
 """Calls after which a repeated sequence is taken for the step, whatever the time: fewer may be the layers of a step, what
 fills a buffer before the first one, or a first phase of the program."""
 SURE_SECONDS = 4.0
 """Seconds after which it is taken."""
-UNSURE_SECONDS = 20.0
+UNSURE_CALLS, UNSURE_SECONDS = 10_000, 20.0
 """The same where calls have large arguments that stay the same, since a step may gather gradients of several batches before
 it changes the weights; and where they have no matmul, since they may make what the step takes."""
 
@@ -42,12 +44,8 @@ COLLECTED = frozenset((0, *(1 << n for n in range(12))))
 """Calls at which garbage is collected, and arrays that were computed are counted: a training run collects it sooner or later, and this is its beginning."""
 OFTEN = 0.05
 """Share of a function's calls with other arguments, above which it is told."""
-ANEW = 0.5
-"""Share of a function's calls that traced it again, above which it is told."""
 LARGE = 0.9
 """Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
-LARGE_CONSTANT = 1 << 24
-"""Bytes of arrays that a function refers to, from which it is told."""
 NO_ARRAYS = (0, 0, -1, ())
 """The most bytes that a program holds beside a call, those when the largest arrays were noted, the number of the call, and these arrays."""
 
@@ -59,7 +57,9 @@ _sequence = []
 _operations = {}
 _likely = {}
 """Sequences that repeated for long enough to be the step: FLOPs of all that repeated, and the number of calls until then."""
-_state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
+_after = []
+"""Calls behind the step of a program that ended with others."""
+_state: dict[str, Any] = {"ended": False, "error": "", "ours": False, "due": 0, "again": 0.0}
 notes = []
 """Notes of the answer."""
 cautions = []
@@ -297,6 +297,12 @@ def note(text):
         notes.append(text)
 
 
+def caution(text):
+    """Adds a caution to the answer, once."""
+    if text not in cautions:
+        cautions.append(text)
+
+
 def count_operation(name):
     """Counts an operation outside of jit on arrays of the slice."""
     with _lock:
@@ -404,48 +410,79 @@ def collect(given_ids):
 
 def _settled(now):
     """The step once it has repeated for long enough; None before."""
+    if len(_sequence) < _state["due"] and now < _state["again"]:
+        return None
+    step = _sought(now)
+    ended = time.monotonic()
+    _state["due"] = len(_sequence) * (SEARCHES + 1) // SEARCHES
+    _state["again"] = ended + max(SEARCH_SECONDS, SEARCHES * (ended - now))
+    return step
+
+
+def _sought(now):
+    chosen = report.request().step
+    if threads := () if chosen else step_search.of_threads(_sequence):
+        sure = [_is_sure(thread.sequence, thread.length, now) for thread in threads]
+        return _beside_each_other(threads) if all(sure) else None
     length = step_search.period(_sequence)
     if length is None:
         return None
-    chosen, end = report.request().step, len(_sequence)
     if not (
         _has(_sequence[-length:], chosen) if chosen else step_search.is_linked(_sequence, length)
     ):
         return None
-    repeats = _sequence[-min(end, step_search.repeats(_sequence, length) * length) :]
-    if len(repeats) < 3:
-        return None
+    times = step_search.repeats(_sequence, length)
+    several = len(step_search.names_in(_sequence, length)) > 1
+    if times * length >= LIKELY_CALLS or (several and times >= step_search.WHOLE):
+        flops = times * sum(entry.call.flops for entry in _sequence[-length:])
+        _likely[length, _sequence[-1].call.key] = (flops, len(_sequence))
+    return _within(length) if _is_sure(_sequence, length, now) else None
+
+
+def _is_sure(sequence, length, now):
+    """Whether a sequence of calls has repeated for long enough to be the step."""
+    end = len(sequence)
+    repeats = sequence[-min(end, step_search.repeats(sequence, length) * length) :]
     waited = now - repeats[0].at
+    if len(repeats) < 3 or (len(repeats) < SURE_CALLS and waited < SURE_SECONDS):
+        return False
     last = range(end - length, end)
-    unchanged = step_search.is_unchanged(_sequence, last, [n - length for n in last])
-    flops = sum(entry.call.flops for entry in repeats)
-    if len(repeats) >= LIKELY_CALLS:
-        _likely[length, _sequence[-1].call.key] = (flops, end)
-    if len(repeats) < SURE_CALLS and waited < SURE_SECONDS:
-        return None
+    unchanged = step_search.is_unchanged(sequence, last, [n - length for n in last])
+    flops = any(entry.call.flops for entry in repeats[:length])
     if (unchanged or not flops) and waited < UNSURE_SECONDS and not _is_long(repeats, unchanged):
-        return None
-    if unchanged and not chosen and not _follow_each_other(length):
-        note(
+        return False
+    if unchanged and not report.request().step and not _follow_each_other(sequence, length):
+        caution(
             "the large arguments of the step stayed the same from one to the next: of a program that gathers gradients of many batches, "
             "this is one of them; --step takes another function"
         )
-    return _within(length)
+    return True
 
 
 def _is_long(repeats, unchanged):
     """Whether a repeated sequence is taken for the step early though it may be a part of one."""
-    return len(repeats) >= (SURE_CALLS if unchanged else 10 * SURE_CALLS)
+    return len(repeats) >= (1 if unchanged else 2) * UNSURE_CALLS
 
 
-def _follow_each_other(length):
+def _follow_each_other(sequence, length):
     """Whether the largest call of a repeated sequence takes what the sequence before made, such as changed weights."""
-    end = len(_sequence)
-    most = max(entry.call.flops for entry in _sequence[-length:])
+    end = len(sequence)
+    most = max(entry.call.flops for entry in sequence[-length:])
     return any(
         entry.call.flops == most and any(born >= end - 2 * length for born in entry.links[1])
-        for entry in _sequence[-length:]
+        for entry in sequence[-length:]
     )
+
+
+def _beside_each_other(threads):
+    """The step of threads that run on devices of their own."""
+    step = step_search.beside_each_other(threads)
+    times = collections.Counter(_sequence[n].call.name for n in step.numbers)
+    named = " beside ".join(f"{number} of {name}" for name, number in times.items())
+    note(
+        f"{len(threads)} threads run on devices of their own, and each has its own step: the time is that of the slowest, of {named} as often as they were called"
+    )
+    return step
 
 
 def _has(entries, name):
@@ -475,6 +512,14 @@ def entries_of(step):
     if step.numbers:
         return [_sequence[n] for n in step.numbers]
     return [step_search.RecordedCall(step.call, 0.0, 0, step.call)]
+
+
+def share_beside(step):
+    """Share of the work of all recorded calls that repeats and is no part of a step, and its functions; nothing beside a step
+    that was chosen alone."""
+    if step.alone or not step.numbers:
+        return 0.0, {}
+    return step_search.left_out(_sequence, step, _after)
 
 
 def alike(call):
@@ -608,6 +653,8 @@ def _best():
     """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
     chosen = report.request().step
     tallied = list(counts().values())
+    if threads := () if chosen else step_search.of_threads(_sequence):
+        return _beside_each_other(threads)
     length = step_search.period(_sequence)
     if chosen:
         if length is not None and _has(_sequence[-length:], chosen):
@@ -619,8 +666,9 @@ def _best():
     longest = max(_likely, key=lambda key: _likely[key], default=None)
     if longest is not None and (not linked or _likely[longest][0] > flops):
         # What came after it was of less work, such as a last evaluation.
-        length = longest[0]
-        del _sequence[_likely[longest][1] :]
+        length, end = longest[0], _likely[longest][1]
+        _after.extend(_sequence[end:])
+        del _sequence[end:]
         return _within(length)
     if linked:
         return _within(length)
@@ -649,65 +697,6 @@ def _weight(tallied):
     """Work of all calls of a kind, then how many there are."""
     call, times = tallied
     return times * call.flops, times
-
-
-def of_other_shapes(step_calls):
-    """A line for each function of a step that was called with other arguments too, often enough not to be a last batch."""
-    lines = []
-    keys = {call.key for call in step_calls}
-    every = list(counts().values())
-    for call in step_calls:
-        alike = [
-            pair for pair in every if (pair[0].name, pair[0].source) == (call.name, call.source)
-        ]
-        total = sum(times for _, times in alike)
-        others = sum(times for other, times in alike if other.key not in keys)
-        if not call.source or others < max(2, OFTEN * total):
-            continue
-        mean = sum(other.flops * times for other, times in alike) / total
-        ratio = (
-            f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one"
-            if call.flops
-            else ""
-        )
-        lines.append(
-            f"{call.name} was called with {len(alike)} kinds of arguments, and the step is of one of them, {total - others} of {total} calls ({_shapes(call)}){ratio}"
-        )
-    return list(dict.fromkeys(lines))
-
-
-def _shapes(call):
-    """Shapes of the last arguments of a call: weights stand first by custom, and batches last."""
-    return ", ".join(str(arg.aval.str_short()) for arg in call.args[-2:])
-
-
-def traced_anew(step_calls):
-    """A line for each function of a step that was traced again at nearly each of its calls."""
-    every = dict(counts().values())
-    return [
-        f"{call.name} was traced anew {call.traces} times in {every[call]} calls, as a function that is jitted within the loop is: each time is a compile on the slice, which the step leaves out; call jax.jit once, before the loop"
-        for call in step_calls
-        if call.traces > max(2, ANEW * every[call])
-    ]
-
-
-def closing_over(step_calls):
-    """A line for each function of a step that refers to large arrays of the slice."""
-    if shardings.hoists():
-        return []
-    lines = []
-    for call in step_calls:
-        values = call.closed_over
-        size = sum(value.nbytes for value in values)
-        if size < LARGE_CONSTANT:
-            continue
-        text = f"{call.name} refers to {size / 2**20:,.0f} MiB of arrays that are not its arguments: jax {report.version_of('jax')} writes them into the program as constants, whole on each device and beside the arrays themselves"
-        if not arrays.can_be_written(values):
-            text += ", which are taken here as arguments that are whole on each device"
-        if not all(value.is_fully_addressable for value in values):
-            text += "; it refuses those that lie on devices of other processes, and the program fails there"
-        lines.append(f"{text}; give them as arguments")
-    return lines
 
 
 def _follows(call):
@@ -753,7 +742,7 @@ def _finish(ended):
             _sequence
         )  # of a program that failed, what is not linked is its initialization
         linked = period is not None and step_search.is_linked(_sequence, period)
-        known = linked or report.request().step
+        known = linked or report.request().step or step_search.of_threads(_sequence)
         step = _best() if known or not error else None
         names = sorted({call.name for call, _ in counts().values()})
         if error and not step:

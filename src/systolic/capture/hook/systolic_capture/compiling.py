@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from systolic_capture import bridge, calls, flops, memory, report, shardings
+from systolic_capture import arrays, bridge, calls, flops, memory, report, shardings, step_search
 
 SCHEDULED = "after_optimizations.txt"
 CODE = "after_codegen.txt"
@@ -21,6 +21,10 @@ MOST_BESIDE = 2
 """Programs beside the step that are compiled since they may not fit."""
 MOST_HELD = 1000
 """Calls beside which different bytes are held, the largest of them, of which each device's are added up."""
+ANEW = 0.5
+"""Share of a function's calls that traced it again, above which it is told."""
+LARGE_CONSTANT = 1 << 24
+"""Bytes of arrays that a function refers to, from which it is told."""
 POLL_SECONDS = 0.1
 AT_ONCE = 8
 """Threads that compile: a program of which the schedule is enough goes on compiling while the next begins."""
@@ -75,7 +79,8 @@ def _answer(step, ended):
     for call, program in zip(distinct, programs, strict=True):
         times = sum(entry.call is call for entry in entries)
         program |= {"calls_per_step": times, "held": _held(call, program.pop("ids"))}
-    for lines in (calls.of_other_shapes, calls.traced_anew, calls.closing_over):
+    calls.cautions += _left_out(step)
+    for lines in (_of_other_shapes, _traced_anew, _closing_over):
         calls.cautions += lines(distinct)
     if os.environ.get(bridge.FLAGS, "").split() != bridge.flags().split():
         calls.cautions.append(
@@ -125,6 +130,80 @@ def _answer(step, ended):
         "flags": bridge.flags(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def _left_out(step):
+    """A line with what repeats and is no part of a step, and its share; empty of little, and of a step that was chosen alone."""
+    share, names = calls.share_beside(step)
+    if share < step_search.RARE:
+        return []
+    most = [f"{name} ({times:,})" for name, times in names.most_common(3)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    bound = ""
+    if sum(times for _, times in calls.counts().values()) > step_search.LONGEST:
+        bound = f"; a step of more than {step_search.LONGEST:,} calls is not looked for"
+    return [
+        f"the step leaves out {', '.join(most)}{more}: {100 * share:.2g} % of the FLOPs and bytes of all recorded calls{bound}; --step NAME takes another function for the step"
+    ]
+
+
+def _of_other_shapes(step_calls):
+    """A line for each function of a step that was called with other arguments too, often enough not to be a last batch."""
+    lines = []
+    keys = {call.key for call in step_calls}
+    every = list(calls.counts().values())
+    for call in step_calls:
+        alike = [
+            pair for pair in every if (pair[0].name, pair[0].source) == (call.name, call.source)
+        ]
+        total = sum(times for _, times in alike)
+        others = sum(times for other, times in alike if other.key not in keys)
+        if not call.source or others < max(2, calls.OFTEN * total):
+            continue
+        mean = sum(other.flops * times for other, times in alike) / total
+        ratio = (
+            f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one"
+            if call.flops
+            else ""
+        )
+        lines.append(
+            f"{call.name} was called with {len(alike)} kinds of arguments, and the step is of one of them, {total - others} of {total} calls ({_shapes(call)}){ratio}"
+        )
+    return list(dict.fromkeys(lines))
+
+
+def _shapes(call):
+    """Shapes of the last arguments of a call: weights stand first by custom, and batches last."""
+    return ", ".join(str(arg.aval.str_short()) for arg in call.args[-2:])
+
+
+def _traced_anew(step_calls):
+    """A line for each function of a step that was traced again at nearly each of its calls."""
+    every = dict(calls.counts().values())
+    return [
+        f"{call.name} was traced anew {call.traces} times in {every[call]} calls, as a function that is jitted within the loop is: each time is a compile on the slice, which the step leaves out; call jax.jit once, before the loop"
+        for call in step_calls
+        if call.traces > max(2, ANEW * every[call])
+    ]
+
+
+def _closing_over(step_calls):
+    """A line for each function of a step that refers to large arrays of the slice."""
+    if shardings.hoists():
+        return []
+    lines = []
+    for call in step_calls:
+        values = call.closed_over
+        size = sum(value.nbytes for value in values)
+        if size < LARGE_CONSTANT:
+            continue
+        text = f"{call.name} refers to {size / 2**20:,.0f} MiB of arrays that are not its arguments: jax {report.version_of('jax')} writes them into the program as constants, whole on each device and beside the arrays themselves"
+        if not arrays.can_be_written(values):
+            text += ", which are taken here as arguments that are whole on each device"
+        if not all(value.is_fully_addressable for value in values):
+            text += "; it refuses those that lie on devices of other processes, and the program fails there"
+        lines.append(f"{text}; give them as arguments")
+    return lines
 
 
 def _held(call, ids):

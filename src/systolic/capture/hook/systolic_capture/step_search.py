@@ -1,10 +1,15 @@
 """Which of the recorded calls are a step, and which come with some steps alone."""
 
+import bisect
 import collections
+import copy
 import itertools
+import threading
 
-LONGEST = 300
+LONGEST = 10_000
 """Most calls of a step."""
+WHOLE = 3
+"""Repeats from which a longer sequence that has more of the calls is the step, rather than what its end repeats."""
 SAME = 0.05
 """Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
 BESIDE = 0.1
@@ -20,7 +25,18 @@ FLOPS_A_BYTE = 100.0
 class RecordedCall:
     """A recorded call."""
 
-    __slots__ = ("after", "at", "call", "held", "ids", "links", "moves", "operations", "taken")
+    __slots__ = (
+        "after",
+        "at",
+        "call",
+        "held",
+        "ids",
+        "links",
+        "moves",
+        "operations",
+        "taken",
+        "thread",
+    )
 
     def __init__(self, call, at, operations, now, moves=()):
         self.call = call
@@ -32,6 +48,7 @@ class RecordedCall:
         self.moves = moves
         """Bytes that were moved on the slice before it."""
         self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
+        self.thread = threading.get_ident()
         self.after = now.after
         """Numbers of the calls that it waits for: that its arguments come from, or that the host has waited for."""
 
@@ -56,15 +73,149 @@ class CalledStep:
         """Names of functions that were called again and again after it, on what it makes."""
 
 
+class ThreadCalls:
+    """The calls of one thread, which repeat: their numbers in the whole sequence, and themselves with links to each other."""
+
+    def __init__(self, sequence, numbers):
+        self.numbers = numbers
+        places = {number: place for place, number in enumerate(numbers)}
+        self.sequence = []
+        for number in numbers:
+            entry = copy.copy(sequence[number])
+            taken, born = entry.links
+            entry.links = taken, frozenset(places.get(other, -1) for other in born)
+            self.sequence.append(entry)
+        self.length = period(self.sequence)
+
+    @property
+    def is_step(self):
+        """Whether the last calls are a step of the thread."""
+        return self.length is not None and is_linked(self.sequence, self.length)
+
+    @property
+    def devices(self):
+        """Devices of the calls that repeat."""
+        last = self.sequence[-self.length :]
+        return frozenset().union(*(entry.call.devices or () for entry in last))
+
+
+def of_threads(sequence):
+    """The calls of each thread that repeat on devices of their own; empty unless two threads or more do: calls of one device
+    are one after the other, whatever thread makes them."""
+    numbers = {}
+    for number in range(max(0, len(sequence) - WHOLE * LONGEST), len(sequence)):
+        numbers.setdefault(sequence[number].thread, []).append(number)
+    if len(numbers) < 2:
+        return []
+    threads = [ThreadCalls(sequence, own) for own in numbers.values()]
+    threads = [thread for thread in threads if thread.is_step]
+    devices = [thread.devices for thread in threads]
+    apart = all(not one & other for one, other in itertools.combinations(devices, 2))
+    return threads if len(threads) > 1 and apart and all(devices) else []
+
+
+def beside_each_other(threads):
+    """The steps of threads as one, each as often as the thread makes it while the rarest of them makes one."""
+    steps = [within(thread.sequence, thread.length) for thread in threads]
+    begin = max(thread.numbers[0] for thread in threads)
+    counts = [
+        max(1, sum(thread.numbers[n] >= begin for n in _ends_of(thread.sequence, step)))
+        for thread, step in zip(threads, steps, strict=True)
+    ]
+    numbers, periodic, skipped = [], [], []
+    for thread, step, count in zip(threads, steps, counts, strict=True):
+        times = max(1, round(count / min(counts)))
+        own = collections.Counter(thread.sequence[n].call for n in step.numbers)
+        for call, calls in own.items():
+            places = [n for n, entry in enumerate(thread.sequence) if entry.call is call]
+            numbers += [thread.numbers[n] for n in places[-times * calls :]]
+        periodic += [(thread.numbers[n], calls, every / times) for n, calls, every in step.periodic]
+        skipped += step.skipped
+    joined = CalledStep(sorted(numbers), periodic, skipped, max(step.times for step in steps))
+    joined.evaluations = set().union(*(step.evaluations for step in steps))
+    return joined
+
+
+def _ends_of(sequence, step):
+    """Numbers of the last calls of all steps that are like one."""
+    call = sequence[step.numbers[-1]].call
+    times = sum(sequence[n].call is call for n in step.numbers)
+    return [n for n, entry in enumerate(sequence) if entry.call is call][::-1][::times]
+
+
+def left_out(sequence, step, after=()):
+    """Share of the work of all calls that repeats, or has more FLOPs than a step, and is no part of it, and how often each function
+    is called.
+
+    Args:
+        sequence: The calls.
+        step: The step in them.
+        after: Further calls, behind them.
+    """
+    own = [sequence[n].call for n in (*step.numbers, *(n for n, *_ in step.periodic))]
+    functions = {(call.name, call.source) for call in own}  # with other arguments, they have a line
+    calls = [*sequence, *after]
+    first = next(n for n, entry in enumerate(calls) if entry.call in own)
+    flops = sum(sequence[n].call.flops for n in step.numbers)
+    every, others = 0.0, {}
+    for number, entry in enumerate(calls):
+        # What comes before makes weights: its bytes are those of an initialization.
+        work = entry.work if number >= first else entry.call.flops
+        every += work
+        if (entry.call.name, entry.call.source) not in functions:
+            others.setdefault(entry.call, []).append(work)
+    others = {call: works for call, works in others.items() if len(works) > 1 or call.flops > flops}
+    names = collections.Counter()
+    for call, works in others.items():
+        names[call.name] += len(works)
+    return sum(map(sum, others.values())) / (every or 1.0), names
+
+
 def period(sequence, least=1):
-    """Length of the shortest sequence of calls, ``least`` or more, that the last ones repeat; None without one."""
-    keys = [entry.call.key for entry in sequence[-2 * LONGEST :]]
-    for length in range(least, len(keys) // 2 + 1):
-        if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
-            continue
-        if keys[-length:] == keys[-2 * length : -length]:
+    """Length of the sequence of calls, ``least`` or more, that the last ones repeat; None without one.
+
+    It is the shortest, as of a loop. A longer one that repeats three times or more, hands on what it makes and reaches
+    further back has that loop within: the microbatches before an update, or a critic's steps before a generator's. One
+    function alone has batches of several lengths, and each is a step.
+    """
+    recent = sequence[-WHOLE * LONGEST :]
+    same = _same([id(entry.call) for entry in reversed(recent)])  # as those so many calls before
+    if len(same) < 3:
+        return None
+    lengths = range(max(1, least), len(same) // 2 + 1)
+    shortest = next((length for length in lengths if same[length] >= length), None)
+    if shortest is None:
+        return None
+    covered = {
+        length: length + same[length]
+        for length in lengths
+        if same[length] >= (WHOLE - 1) * length
+        and length + same[length] > shortest + same[shortest]
+    }
+    for length in sorted(covered, key=lambda length: (-covered[length], length)):
+        if len(names_in(sequence, length)) > 1 and hands_on(sequence, length):
             return length
-    return None
+    return shortest
+
+
+def names_in(sequence, length):
+    """Names of the last calls."""
+    return {entry.call.name for entry in sequence[-length:]}
+
+
+def _same(kinds):
+    """For each place, how many kinds from there on are as from the first: the Z-function, in linear time."""
+    end = len(kinds)
+    same = [0] * end
+    left = right = 0
+    for at in range(1, end):
+        known = min(right - at, same[at - left]) if at < right else 0
+        while at + known < end and kinds[known] == kinds[at + known]:
+            known += 1
+        if at + known > right:
+            left, right = at, at + known
+        same[at] = known
+    return same
 
 
 def repeats(sequence, length, end=None):
@@ -81,12 +232,19 @@ def repeats(sequence, length, end=None):
 def is_linked(sequence, length):
     """Whether the last of the repeated sequences takes what the one before made or took: not so where the same function
     initializes one array after the other."""
-    now, before = sequence[-length:], sequence[-2 * length : -length]
-    start = len(sequence) - 2 * length
-    if any(start <= born < start + length for entry in now for born in entry.links[1]):
+    if hands_on(sequence, length):
         return True
+    now, before = sequence[-length:], sequence[-2 * length : -length]
     taken = frozenset().union(*(entry.links[0] for entry in before))
     return any(taken & entry.links[0] for entry in now)
+
+
+def hands_on(sequence, length):
+    """Whether the last of the repeated sequences takes what the one before made."""
+    start = len(sequence) - 2 * length
+    return any(
+        start <= born < start + length for entry in sequence[-length:] for born in entry.links[1]
+    )
 
 
 def _is_alike(before, now, constant):
@@ -156,21 +314,67 @@ def _small(sequence, length):
     end = len(sequence)
     whole = range(end - length, end)
     total = sum(sequence[n].work for n in whole)
-    constant = _constant(sequence, length)
-    for inner in range(1, length // 3 + 1):
-        for last in range(end, end - length + 3 * inner - 1, -1):
-            now = range(last - inner, last)
-            times = repeats(sequence, inner, last)
-            inside = min(times, length // inner)
-            beside = total - inside * sum(sequence[n].work for n in now)
-            if times < 3 or not total or beside > BESIDE * total:
-                continue
-            if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
-                continue
-            if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
-                left = [n for n in whole if n not in range(last - inside * inner, last)]
-                return CalledStep(now, skipped=[sequence[n].call.name for n in left], times=times)
+    for inner, last, times in _runs(sequence, length):
+        now = range(last - inner, last)
+        inside = min(times, length // inner)
+        beside = total - inside * sum(sequence[n].work for n in now)
+        if beside > BESIDE * total:
+            continue
+        if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
+            continue
+        constant = _constant(sequence, length, last)
+        if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
+            run = {n % length for n in range(last - inside * inner, last)}
+            left = [sequence[n].call.name for n in whole if n % length not in run]
+            return CalledStep(now, skipped=left, times=times)
     return CalledStep(whole)
+
+
+def _runs(sequence, length):
+    """Sequences that repeat three times or more within a repeated one and have nearly all of its work: the length, the end and
+    how often, the shortest first.
+
+    Such a run has the call at a quarter of the work, or that at three quarters.
+    """
+    start = len(sequence) - 2 * length
+    recent = sequence[start:]
+    kinds = [id(entry.call) for entry in recent]
+    sums = [0.0, *itertools.accumulate(entry.work for entry in recent)]
+    total = sums[-1] - sums[length]
+    quarters = [
+        bisect.bisect_left(sums, sums[length] + share * total) - 1 for share in (0.25, 0.75)
+    ]
+    around = [_RunsAround(kinds, place + back) for place in quarters for back in (0, -length)]
+    seen = []
+    for inner in range(1, length // 3 + 1 if total else 0):
+        if any(inner % shorter == 0 for shorter in seen):
+            continue  # the same run
+        ends = {}
+        for first, last in (run for place in around for run in place.runs(inner)):
+            first = max(first, last - length)
+            if last - first >= 3 * inner and sums[last] - sums[first] >= (1 - BESIDE) * total:
+                ends |= {end: (end - first) // inner for end in range(last - inner + 1, last + 1)}
+        seen += [inner] * bool(ends)
+        for end in sorted(ends, reverse=True):
+            if end > length and ends[end] >= 3:
+                yield inner, start + end, ends[end]
+
+
+class _RunsAround:
+    """Runs around a place in a sequence of kinds."""
+
+    def __init__(self, kinds, place):
+        self._place, self._end = place, len(kinds)
+        self._behind = _same([*kinds[place:], None, *kinds])
+        self._before = _same([*kinds[:place][::-1], None, *kinds[::-1]])
+
+    def runs(self, inner):
+        """The first and last places of what repeats with a length: that with the place in its first part, and with it in its last."""
+        place, far = self._place, self._end + 1 - inner
+        if place + inner <= self._end:
+            yield place - self._before[far], place + inner + self._behind[inner]
+        if place >= inner:
+            yield place - inner - self._before[inner], place + self._behind[far]
 
 
 def _are_layers(sequence, whole, kinds):
@@ -187,10 +391,9 @@ def _are_layers(sequence, whole, kinds):
     )
 
 
-def _constant(sequence, length):
-    """Arrays that the sequence before had too, which do not change with a step: a batch that is used again."""
-    end = len(sequence)
-    before = sequence[end - 2 * length : end - length]
+def _constant(sequence, length, end):
+    """Arrays that the sequence before the one that ends there had, which do not change with a step: a batch that is used again."""
+    before = sequence[max(0, end - 2 * length) : end - length]
     return {serial for entry in before for serial, _ in entry.ids}
 
 
@@ -210,13 +413,13 @@ def _chain(sequence, length):
     before = [[n - length for n in groups[-1]], *groups]
     if not all(_takes(sequence, now, last) for last, now in itertools.pairwise(before)):
         return None  # the layers of one step
-    if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length)):
+    if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length, end)):
         return None
     starts = [group[0] for group in groups[1:]]
     parts = [[] for _ in groups]
     for n in whole:
         if sequence[n].call.key not in main:
-            parts[sum(n > start for start in starts) if n > chain[0] else -1].append(n)
+            parts[bisect.bisect_left(starts, n) if n > chain[0] else -1].append(n)
     kinds = dict.fromkeys(sequence[n].call.key for part in parts for n in part)
     rare, step = [], [*groups[-2]]
     for key in kinds:
