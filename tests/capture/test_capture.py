@@ -381,6 +381,14 @@ def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, fo
         capture([sys.executable, str(script)], slice("v5e-1"), folder, limit_seconds=1)
 
 
+def test_a_program_that_is_ended_at_its_limit_has_no_exit_code(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("systolic.capture.program.GRACE_SECONDS", 0)
+    with pytest.raises(RunError, match=r"was ended at its time limit and had imported no jax"):
+        capture(["sleep", "60"], slice("v5e-1"), folder, limit_seconds=1)
+
+
 @pytest.mark.parametrize("flag", ["-I", "-OE", "-S"])
 def test_a_python_without_the_hook_is_refused(folder: Path, flag: str) -> None:
     with pytest.raises(OptionError, match=f"leave out {flag}"):

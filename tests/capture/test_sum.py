@@ -11,7 +11,8 @@ import pytest
 from systolic.capture import capture
 from systolic.capture.program import ArrayMoves, Captured
 from systolic.chips import slice
-from systolic.forecasting.captured import forecast_parts, parts_of
+from systolic.forecasting.captured import HELD, forecast_parts, parts_of
+from systolic.forecasting.costs import place_of
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.incomplete import Given
 
@@ -65,6 +66,27 @@ def test_moves_between_calls_take_the_calibrated_rate_of_the_host(branches: Capt
     assert published.step_seconds
     assert moved.step_seconds - still.step_seconds == pytest.approx(1.0)
     assert published.step_seconds < moved.step_seconds
+
+
+def test_moves_are_ops_of_their_own_by_what_they_are_for(branches: Captured) -> None:
+    on = slice("v5e-1")
+    moves = {"put": ArrayMoves(host=GIB, times=1), "read": ArrayMoves(host=2 * GIB, times=1)}
+    moving = replace(branches, answer=msgspec.structs.replace(branches.answer, moves=moves))
+    forecast = forecast_parts(moving, parts_of(moving, on), on)
+    assert forecast.timeline is not None
+    places = {place_of(span): span.seconds for span in forecast.timeline.spans}
+    assert places["arrays read"] == pytest.approx(2 * places["device_put"], rel=0.01)
+
+
+def test_arrays_that_are_too_few_to_help_are_no_remedy(branches: Captured) -> None:
+    on = slice("v5e-1")
+    parts = [
+        replace(part, memory=replace(part.memory, peak_bytes=32 * GIB, by_kind={HELD: 2**20}))
+        for part in parts_of(branches, on)
+    ]
+    forecast = forecast_parts(branches, parts, on)
+    assert forecast.rejected is not None
+    assert "1.0 MiB" not in " ".join(forecast.rejected.remedies)
 
 
 def test_what_does_not_fit_on_one_of_several_devices_is_told_to_donate_and_to_shard(

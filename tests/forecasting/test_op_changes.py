@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import DataError
 from systolic.forecasting import compare_texts
-from systolic.forecasting.comparison import compare_forecasts
+from systolic.forecasting.comparison import compare, compare_forecasts
 from systolic.forecasting.costs import core
 from systolic.forecasting.display import op_table
 from systolic.forecasting.op_changes import (
@@ -236,6 +236,17 @@ def test_what_makes_two_forecasts_unlike_is_said(
     (line,) = changes.notes
     assert line.startswith(note)
     assert bool(changes.ops) == ("ops" not in change)
+
+
+def test_a_forecast_without_a_time_has_no_seconds_of_resources(
+    files: tuple[Path, Path],
+) -> None:
+    after = systolic.forecast(files[0], on="v6e-4").to_json()
+    before = {**after, "fits": False, "step_seconds": None, "time_by_resource": {}}
+    rows = [row for row in compare(before, after) if row.group == "time by resource"]
+    assert rows
+    assert {row.before for row in rows} == {None}
+    assert {row.ratio for row in rows} == {None}
 
 
 def test_a_saved_forecast_is_refused_in_one_line(

@@ -5,6 +5,6 @@ the one that repeats is compiled for the slice by that environment's libtpu, and
 it; :mod:`systolic.forecasting.captured` simulates what came back.
 """
 
-from systolic.capture.program import Captured, capture
+from systolic.capture.program import Captured, capture, short_name
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "short_name"]

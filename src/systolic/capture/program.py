@@ -340,6 +340,12 @@ def capture(
     raise RunError(_reason(read_events(folder), text, code, on))
 
 
+def short_name(command: Sequence[str]) -> str:
+    """A command without the program's own options: ``python train.py``, ``python -m package.train``."""
+    end = next((n for n, word in enumerate(command) if n and not word.startswith("-")), 0)
+    return shlex.join(command[: end + 1])
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """A slice as the compiler is asked for it."""
 
@@ -373,7 +379,7 @@ def _topology(on: Slice) -> Topology:
 
 
 def _check(command: Sequence[str]) -> None:
-    """Refuses no command, and a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+    """Refuses an empty command, and a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
     if not command:
         raise OptionError("there is no command after --; add one, such as -- python train.py")
     name, *words = command
@@ -430,8 +436,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return variables
 
 
-def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say) -> int:
-    """Runs the program to its end and reports stages; returns its exit code."""
+def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say) -> int | None:
+    """Runs the program to its end and reports stages; returns its exit code, None where it was ended at the limit."""
     try:
         process = subprocess.Popen(
             command,
@@ -462,14 +468,14 @@ def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say)
                 unseen = True
                 watch("running, without a Python that reads PYTHONPATH so far")
             time.sleep(POLL_SECONDS)
-        return process.poll() or 0
+        return process.poll()
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _reason(events: Sequence[CaptureEvent], text: str, code: int, on: Slice) -> str:
+def _reason(events: Sequence[CaptureEvent], text: str, code: int | None, on: Slice) -> str:
     """Why there is no answer, on one line."""
     last = joined(events)
     if last.refused is not None:
@@ -483,6 +489,9 @@ def _reason(events: Sequence[CaptureEvent], text: str, code: int, on: Slice) -> 
         where = "of the program, above" if not last.ours else "in the capture, above"
         kind = "" if not last.ours else " (a fault of the capture, not of the program)"
         return f"{text} failed before its step was known{kind}: {last.program_failed}; the traceback is that {where}{_called(last)}"
+    if code is None:
+        stage = f"while {last.stage}" if last.stage else "and had imported no jax"
+        return f"{text} was ended at its time limit {stage}, before its step was known; give a command that comes to its step sooner, such as with less data"
     if code > 0 and last.without_calls == "ended by itself":
         return f"{text} ended with exit code {code} before it called a jitted function on the slice; its own error is above"
     if last.without_calls is not None:

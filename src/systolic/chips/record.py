@@ -1,7 +1,5 @@
 """One kind of accelerator, and where each of its numbers comes from.
 
-The rule by which a TPU generation names and shapes its slices.
-
 A name counts TensorCores (v2 to v5p, TPU7x) or chips (v5e, v6e). The number of chips gives the
 shape: the factors nearest to each other, in units of one chip (two axes) or of a cube of 4x4x4
 chips (three axes). The rule agrees with every row of MaxText's table of slices.

@@ -154,9 +154,7 @@ def _texts(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
 
 
 def _positions(model: Any) -> int:
-    if isinstance(model, Encoder):
-        return model.positions
-    return model.learned_positions or TOKENS
+    return model.positions if isinstance(model, Encoder) else model.learned_positions or TOKENS
 
 
 def _tokenizer(job: Job) -> Tokenizer | None:

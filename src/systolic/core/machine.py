@@ -19,9 +19,7 @@ _UNSOUND = ((0, 11, 2), (0, 12, 0, 1))
 
 def num_cores() -> int:
     """Cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def bounded(workers: int) -> int:

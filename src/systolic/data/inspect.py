@@ -72,9 +72,7 @@ def _notes(data: Data, split: Split) -> tuple[str, ...]:
 def pictures(data: Data, split: Split, count: int, seed: int = 0) -> dict[str, np.ndarray]:
     """The first examples of a split, for a contact sheet; empty for data without images."""
     image = data.fields().get("image")
-    if image is None or len(image.shape) != 3:
-        return {}
-    return _sample(data, split, count, seed)
+    return {} if image is None or len(image.shape) != 3 else _sample(data, split, count, seed)
 
 
 def _sample(data: Data, split: Split, examples: int, seed: int) -> dict[str, np.ndarray]:

@@ -1,7 +1,5 @@
 """A calibration from profiles: the corrections with what they rest on.
 
-Corrections of the simulator's prices by kind of op, from ops that profiles measured.
-
 Each op of a profile is set beside its price: in the simulated program, where the profile holds its module or the user
 gives its dump; else alone, from its HLO line, and a matmul from the FLOPs and bytes that the profile counts.
 
@@ -135,9 +133,7 @@ class _OpPrices:
     def of(self, row: OpRow) -> _Priced | None:
         """Price of one call; None of an op that has none, or that no kind stands for."""
         module = self.programs.get(row.program)
-        if module is not None:
-            return self._in(module, row)
-        return self._alone(row)
+        return self._in(module, row) if module is not None else self._alone(row)
 
     def _in(self, module: Module, row: OpRow) -> _Priced | None:
         if row.program not in self._spans:

@@ -2,7 +2,6 @@
 
 import enum
 import inspect
-import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -473,6 +472,7 @@ def explain_program(
         NotFoundError: there is no such command, slice or calibration.
         RunError: the program failed, or has no step in its minutes.
     """
+    from systolic.capture import short_name
     from systolic.explaining.explainer import captured_explanation
     from systolic.forecasting.calibrations import given_with
 
@@ -484,7 +484,7 @@ def explain_program(
     known = given_with(trips, costs, calibration, place)
     with (
         tempfile.TemporaryDirectory(prefix="systolic-") as folder,
-        working(f"{shlex.join(command[:3])} for {place.name}"),
+        working(f"{short_name(command)} for {place.name}"),
     ):
         return captured_explanation(
             command, place, Path(folder), step=step, seconds=60 * minutes, given=known

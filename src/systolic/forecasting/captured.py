@@ -150,6 +150,8 @@ def _busiest(calls: Sequence[DeviceCall]) -> tuple[Device, float]:
 LEFT_OUT = 0.85
 """Share of the FLOPs as written below which a compiled program leaves a part out: compilers join equal matmuls, a ninth of some programs."""
 _KERNEL = re.compile(r"pallas_call|ragged_dot")
+OUTSIDE = 0.01
+"""Share of the step's memory by which a program may hold more outside of it before a line says so."""
 MOST_OTHERS = 6
 """Other calls that a note names."""
 MOST_NAMED = 8
@@ -393,7 +395,8 @@ def _checked(
     other = max(part.program.held.other_bytes for part in parts)
     memory = worst.memory
     remedy = _remedy(worst, on)
-    if held := memory.by_kind.get(HELD):
+    held = memory.by_kind.get(HELD, 0)
+    if held and held >= memory.peak_bytes - have:
         remedy = f"drop or shard arrays of the {gibibytes(held)} {HELD}, or {remedy}"
     if other > max(have, memory.peak_bytes):
         memory = MemoryMap(
@@ -408,7 +411,7 @@ def _checked(
 def _beyond_calls(forecast: Forecast, peak_bytes: int, outside: OutsidePeak, have: int) -> Forecast:
     """The forecast, with a line where a device holds more outside of the step than ``peak_bytes``, and refused where that is too much."""
     most = outside.bytes
-    if most <= (1 + moves.MOVED) * peak_bytes:
+    if most <= (1 + OUTSIDE) * peak_bytes:
         return forecast
     where = f" at {outside.line}" if outside.line else ""
     line = f"outside of its step the program holds {gibibytes(most)} of arrays on a device at once{where}, and in it {gibibytes(peak_bytes)}"

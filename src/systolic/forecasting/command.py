@@ -287,7 +287,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
         TakenError: there is something in the folder of ``keep``.
         RunError: the program ended or the time was over before its step was known.
     """
-    from systolic.capture import capture
+    from systolic.capture import capture, short_name
     from systolic.forecasting.calibrations import given_with
     from systolic.forecasting.captured import forecast_captured
 
@@ -303,7 +303,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="systolic-")))
         else:
             folder = stack.enter_context(_kept(Path(keep)))
-        with working(f"{shlex.join(command[:3])} for {place.name}") as progress:
+        with working(f"{short_name(command)} for {place.name}") as progress:
             captured = capture(
                 command,
                 place,

@@ -299,10 +299,15 @@ def _at(record: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 def _table(
     group: str, old: Mapping[str, float], new: Mapping[str, float], unit: str, least: float
 ) -> list[FigureChange]:
-    """Rows of both sides that matter, the largest change first."""
+    """Rows of both sides that matter, the largest change first; a side that is empty has no figures, as one that does not fit has no times."""
+    absent = [0.0 if side else None for side in (old, new)]
     rows = [
         FigureChange(
-            group=group, name=name, before=old.get(name, 0.0), after=new.get(name, 0.0), unit=unit
+            group=group,
+            name=name,
+            before=old.get(name, absent[0]),
+            after=new.get(name, absent[1]),
+            unit=unit,
         )
         for name in {**old, **new}
     ]

@@ -63,6 +63,7 @@ class Links:
             Span(
                 name=name,
                 opcode="copy",
+                layer=name,
                 start=0.0,
                 seconds=size / rate,
                 resource=resource,

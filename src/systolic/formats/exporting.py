@@ -1,7 +1,4 @@
-"""Exports: a run or a model in files is written in a format of another library.
-
-Formats are lines in :mod:`systolic.formats.registry`.
-"""
+"""Exports: a run or a model in files is written in a format of another library."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

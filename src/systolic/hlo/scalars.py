@@ -630,9 +630,7 @@ def _of_integers(on: Scalars, opcode: str, operands: Sequence[Known], kind: Kind
             return Known((a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0))
         case ("abs", [a]) if not a.exact:
             on.decides(*a)
-            if a.low >= 0:
-                return a
-            return on.wrapped(max(0, -a.high), max(-a.low, a.high), kind)
+            return a if a.low >= 0 else on.wrapped(max(0, -a.high), max(-a.low, a.high), kind)
         case ("shift-right-logical" | "shift-right-arithmetic", [a, b]) if (
             b.exact and 0 <= b.low < kind.bits and math.isfinite(a.high - a.low)
         ) and (a.low >= 0 if opcode.endswith("logical") else not _is_high(a, kind)):

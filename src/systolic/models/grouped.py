@@ -4,8 +4,6 @@
 respect to the matrices, which becomes a dense product of all rows for each group; so TPUs run JAX's own
 Pallas kernels (megablox), forward and for both gradients. They visit the tiles of rows that belong to a
 group, and no others.
-
-Matrices of one layer in the stack of all, for kernels that would need a copy of a part of it.
 """
 
 import functools

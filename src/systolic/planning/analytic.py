@@ -3,8 +3,6 @@
 Microseconds a candidate, plain Python. A bound is never above what the simulation of the compiled
 program says (tests/planning/test_analytic.py holds it against the store); an estimate is not a bound.
 Rules: How to Scale Your Model (jax-ml.github.io/scaling-book), training and sharding chapters.
-
-Facts of a job for the analytic model: parameters, FLOPs, layer sizes. Traced once for models without statistics.
 """
 
 import math

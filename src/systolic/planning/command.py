@@ -1,6 +1,5 @@
 """``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best, of slices given by name, by chip or as ``any``."""
 
-import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -60,8 +59,8 @@ SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for 
 price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
 What follows -- is a JAX program of your own: it is started once for each slice, unchanged, until its step is known, and
 the slices are ranked as they are; its mesh and batch are its own affair. One where it fails is listed with the reason.
-It plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a server of a
-model for a demand: systolic plan serve --help shows its options.
+Of a recipe it plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a
+server of a model for a demand: systolic plan serve --help shows its options.
 
 Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan plan.json runs it.
 systolic plan RECIPE --help shows the recipe's options."""
@@ -395,7 +394,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         OptionError: an option that does not parse, or a goal that ranks no slices.
         NotFoundError: there is no such command, slice or chip.
     """
-    from systolic.capture import capture
+    from systolic.capture import capture, short_name
     from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.ranking import rank
     from systolic.sim.incomplete import given
@@ -412,7 +411,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
             folder = Path(root) / f"{slices.index(place)}"
             folder.mkdir()
             number = f"[{slices.index(place) + 1}/{len(slices)}]"
-            with working(f"{number} {shlex.join(command[:3])} for {place.name}") as progress:
+            with working(f"{number} {short_name(command)} for {place.name}") as progress:
                 return capture(
                     command,
                     place,

@@ -1,7 +1,4 @@
-"""Candidates of a search: a survey of every layout of every slice, which refuses impossible ones with figures before any compile, and the neighbours of a compiled one.
-
-Scores of candidates: analytic estimates, corrected by the search's compiles so far by kind of layout, with their uncertainty.
-"""
+"""Candidates of a search: a survey of every layout of every slice, which refuses impossible ones with figures before any compile, and the neighbours of a compiled one."""
 
 import math
 from collections import Counter

@@ -2,8 +2,6 @@
 
 Every compile is in the store, so a stopped search repeats its known part in seconds. Answers are taken in the order
 of the requests: with the same number of workers the search does not depend on which compile ends first.
-
-Evaluators of a candidate's step time and memory: compiler and simulation, or recorded figures in tests.
 """
 
 import abc

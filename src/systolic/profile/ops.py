@@ -1,14 +1,8 @@
 """Ops of a profile with their work: from the profile's stats, its compiled module, or the op's HLO line.
 
-Kinds of op in a profile: what costs its time, by its line, its category and where it moves bytes.
-
-Bytes that an op moves, by where: device memory, vector memory, the host's memory, links between chips.
-
 A layout names the memory space of each array (``S(5)`` is the host's memory). XProf's own breakdown of an
 op's accesses has device memory exactly, where the profile has it; else what its arrays in other spaces
 hold is taken off all that the op accesses.
-
-The HLO line that a profile has of an op: shapes, memory spaces and groups, as far as the line tells.
 """
 
 import enum

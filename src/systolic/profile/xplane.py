@@ -9,8 +9,6 @@ One file holds the planes of one host. ``jax.profiler.ProfileData`` reads lines 
 - GPU: ``/device:GPU:n`` with a line for each stream; kernels carry hlo_op and hlo_module.
 - CPU: thunks in lines of ``/host:CPU``, with hlo_op, program_id, run_id and device_ordinal.
 
-XProf's ``trace.json``, the trace viewer's format of a profile, as planes.
-
 Of a device it has the lines and events of the ``xplane.pb``, with the stats of an op in ``args`` (``long_name`` is
 its HLO line), and times in microseconds with six decimals. It has neither the device's kind and peaks nor the
 compiled modules, and XProf keeps a million events at most.

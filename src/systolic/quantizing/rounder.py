@@ -1,7 +1,5 @@
 """Codes of a model's matrices, and a Bundle's weights made of them.
 
-Codes of 4 bits of the least error: of the weights, or of a product with known inputs.
-
 Without inputs each group's scale is the one of :data:`FACTORS` whose restored weights are nearest to the matrix. With the
 second moments of a product's inputs, inputs are rounded one after another and those still to come make up for each error
 (GPTQ: Frantar et al. 2023, https://arxiv.org/abs/2210.17323, in the order of the inputs).

@@ -52,9 +52,7 @@ def rate(value: Any) -> str:
 def percent(share: Any) -> str:
     """A share (0 to 1) as per cent."""
     plain = number(share)
-    if plain is None or not math.isfinite(plain):
-        return MISSING
-    return f"{plain * 100:.1f} %"
+    return MISSING if plain is None or not math.isfinite(plain) else f"{plain * 100:.1f} %"
 
 
 def seconds(value: Any) -> str:

@@ -2,8 +2,6 @@
 
 Reading forgives what a crash leaves (a torn last line, a missing or damaged summary, no environment
 file) and names it in :attr:`RunRecord.damage`.
-
-Devices that a run was trained on, as a slice of the catalogue.
 """
 
 import contextlib

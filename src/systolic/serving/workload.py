@@ -3,8 +3,6 @@
 A file has a section for each model, and a section has histograms of size to how often:
 
     {"chat": {"prompt_tokens": {"128": 40, "900": 3}, "output_tokens": {"64": 43}}, "words": {"lengths": {"9": 20}}}
-
-The log of a server is read as such a file.
 """
 
 import json

@@ -8,8 +8,6 @@ fixed time, and each row of blocks the start and the end of its sums.
 Vector operations were counted in the bundles that libtpu's own scheduler makes of JAX's kernels (v4 to TPU7x, head dims 64
 to 256; benchmarks/results); the part that is not hidden is fitted to measured kernels (benchmarks/operations).
 
-Which share of an attention kernel's blocks its mask leaves, read from the call.
-
 Splash attention takes arrays of small integers before its float operands: the block to fetch next, the kind of
 each block (0 empty, 1 partly masked, 2 full), and which partial mask to take. XLA prints them when they have
 few elements. Where it doesn't, their shapes tell a window (the grid is shrunk to it) from the rest.

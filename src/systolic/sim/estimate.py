@@ -253,6 +253,4 @@ def _of(computation: Computation, instruction: Instruction) -> float:
 
 
 def _fastest(shape: Shape) -> int:
-    if shape.minor_to_major:
-        return shape.minor_to_major[0]
-    return len(shape.dims) - 1
+    return shape.minor_to_major[0] if shape.minor_to_major else len(shape.dims) - 1

@@ -203,9 +203,7 @@ def chosen(rows: float, groups: int) -> float:
 
 def _filled(sizes: Sequence[int], rows: float, groups: int) -> int:
     """Groups that have rows: counted where the sizes are known, else expected."""
-    if sizes:
-        return sum(size > 0 for size in sizes)
-    return max(round(chosen(rows, groups)), 1)
+    return sum(size > 0 for size in sizes) if sizes else max(round(chosen(rows, groups)), 1)
 
 
 def _parallel(call: Instruction, across: int, counted: Mapping[str, object]) -> tuple[int, ...]:

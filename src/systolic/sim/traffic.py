@@ -227,9 +227,7 @@ def _stays(
     if operand is not None and int(origin.operands[0]) != operand:
         return None
     shapes = fusion.shape.parts if fusion.shape.parts is not None else (fusion.shape,)
-    if moved and origin.shape != shapes[part]:
-        return None
-    return updated or 0.0
+    return None if moved and origin.shape != shapes[part] else updated or 0.0
 
 
 def _origin(

@@ -1,7 +1,4 @@
-"""Jitted programs of a job, the same for training and for forecasts; their compile in a thread, and what keeps them across processes.
-
-Feed of a run: the part of the data that this process reads, and the placement of its batches.
-"""
+"""Jitted programs of a job, the same for training and for forecasts; their compile in a thread, and what keeps them across processes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 
 Nothing here runs or compiles: the trainer jits these functions for the local devices, the
 forecast lowers the same ones for a described slice.
-
-Optax transformations of optimizer and schedule values.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step.
-
-Runs of multi-process jobs: process 0 creates or opens the run for writing, the others read it.
-"""
+"""Training sessions: their options and result, a new run, the session itself beside the forecast of its step, and the replay of a bad step."""
 
 import json
 import uuid

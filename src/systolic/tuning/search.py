@@ -140,9 +140,7 @@ class Searched:
 
     def at(self, place: int) -> Value:
         """Value at an index below :attr:`count`."""
-        if self.whole and self.step is None:
-            return int(self.low) + place
-        return self.grid()[place]
+        return int(self.low) + place if self.whole and self.step is None else self.grid()[place]
 
     def place(self, value: Any) -> float:
         """Position of a value between the first (0) and the last (1)."""
@@ -157,9 +155,7 @@ class Searched:
 
     def shown(self, value: Any) -> Any:
         """Value that a trial trains with, from the value that the study stores."""
-        if self.is_range and not self.whole:
-            return self.rounded(value)
-        return value
+        return self.rounded(value) if self.is_range and not self.whole else value
 
 
 def _places(value: float) -> int:

@@ -151,9 +151,7 @@ class Recordings(Data):
         from systolic.data.fingerprint import of_files
 
         own = self.validation if split is Split.validation else self.path
-        if own is None or split is Split.test:
-            return None
-        return of_files(own.parent, [own])
+        return None if own is None or split is Split.test else of_files(own.parent, [own])
 
     def files(self, split: Split) -> Sequence[Path]:
         """The recordings of a split."""

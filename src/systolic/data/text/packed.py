@@ -2,8 +2,6 @@
 
 A folder of it holds ``SPLIT-00000.array_record`` ..., ``SPLIT.index.npz`` (the places of each
 record and whether it begins a document), the tokenizer and, written last, ``dataset.json``.
-
-Writes packed text: tokenised once, compressed, with random access; the folder is complete or absent.
 """
 
 import json

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from systolic.core.units import duration, gibibytes
-from systolic.forecasting.comparison import SAME, FigureChange
+from systolic.forecasting.comparison import FigureChange
 from systolic.report import figures
 
 
@@ -21,6 +21,10 @@ def lines(changes: Sequence[FigureChange], before: str, after: str) -> list[str]
     return shown
 
 
+SAME_RATIO = 0.0005
+"""Change of a figure, as a share of it, below which both are the same."""
+
+
 def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:
     """Name, before, after and the difference of a figure."""
     difference = "" if change.ratio is None else _ratio(change.ratio)
@@ -33,7 +37,7 @@ def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:
 
 
 def _ratio(ratio: float) -> str:
-    if abs(ratio) < SAME:
+    if abs(ratio) < SAME_RATIO:
         return "same"
     return f"{ratio * 100:+.1f} %" if ratio < 2 else f"× {ratio + 1:.3g}"
 

@@ -3,8 +3,6 @@
 ``table`` int32[rows, pages of a row] says where each row's positions lie: the first page has positions
 0 to ``page_size - 1``, and so on. PageRows are either one token each (decode) or a chunk of a prompt that
 starts at the first position of a page.
-
-Attention of one new token over pages by a platform's own kernel, which reads them where they lie.
 """
 
 import warnings

@@ -172,9 +172,7 @@ CODES = {name.replace("_", " "): code for code, name in zip(_WORDS[::2], _WORDS[
 def token_of(language: str) -> str:
     """The token of a language: ``<|de|>`` for ``de``, ``<|de|>``, ``german`` and ``German``."""
     lowered = language.lower()
-    if lowered.startswith("<|"):
-        return lowered
-    return f"<|{CODES.get(lowered, lowered)}|>"
+    return lowered if lowered.startswith("<|") else f"<|{CODES.get(lowered, lowered)}|>"
 
 
 def language_of(token: str) -> str:

@@ -3,8 +3,6 @@
 ``bundle.json`` says what the model is and lists every other file with its size and SHA-256. Weights are
 safetensors under the paths of our parameters. Nothing in it is executed: the model's type is one of
 :data:`MODELS`, and there is no pickle.
-
-The check of a Bundle's folder: every file is listed and as it was written, and nothing else is there.
 """
 
 import contextlib

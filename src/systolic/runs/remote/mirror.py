@@ -77,9 +77,7 @@ def _pulled(objects: Objects, tell: store.Tell) -> Path:
 def has(folder: Path, name: str) -> bool:
     """Whether a folder, local or in a bucket, contains a file."""
     remote = in_bucket(folder)
-    if remote is None:
-        return (folder / name).is_file()
-    return Objects(remote).exists(name)
+    return (folder / name).is_file() if remote is None else Objects(remote).exists(name)
 
 
 def bring(

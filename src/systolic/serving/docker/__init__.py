@@ -1,7 +1,4 @@
-"""Build folder of a container image that serves a Bundle.
-
-``systolic export BUNDLE --to docker``: a folder with Dockerfile, pinned packages, this package and the Bundle.
-"""
+"""Build folder of a container image that serves a Bundle."""
 
 import math
 import re

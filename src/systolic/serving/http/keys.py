@@ -1,8 +1,6 @@
 """API keys: a file of their hashes, one a line: ``NAME sha256:HEX [rate=REQUESTS] [tokens=TOKENS]``, both a minute.
 
 A key has 256 random bits, so that a plain SHA-256 can't be searched; the file holds no key.
-
-Bounds of what a server takes, and how often a key may ask.
 """
 
 import hashlib

@@ -2,8 +2,6 @@
 
 The Kubernetes Gateway API Inference Extension maps names by configuration: ``systolic:num_requests_waiting``,
 ``systolic:num_requests_running`` and ``systolic:kv_cache_usage_perc`` are the three gauges that it asks for.
-
-Metrics and log of models that are being loaded.
 """
 
 import threading

@@ -1,7 +1,4 @@
-"""``systolic batch``: the requests of a file answered by a model, without a server.
-
-Identity of the model that answered an output, in a file beside it: other weights or options do not continue it unseen.
-"""
+"""``systolic batch``: the requests of a file answered by a model, without a server."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""The lines of an offline batch, asked of the server's application in this process.
-
-The application asked in its own process, without a socket.
-"""
+"""The lines of an offline batch, asked of the server's application in this process."""
 
 import asyncio
 import signal

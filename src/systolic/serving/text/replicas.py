@@ -1,7 +1,4 @@
-"""Several engines of one model as one: each request goes to the engine that has the least to do for it.
-
-Devices and steps of each engine of a language model.
-"""
+"""Several engines of one model as one: each request goes to the engine that has the least to do for it."""
 
 import threading
 import time

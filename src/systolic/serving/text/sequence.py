@@ -1,7 +1,4 @@
-"""A request in an engine: its tokens, its pages, its text so far, and when it ends.
-
-Events of an engine, of which metrics, traces and logs are made.
-"""
+"""A request in an engine: its tokens, its pages, its text so far, and when it ends."""
 
 import math
 import random

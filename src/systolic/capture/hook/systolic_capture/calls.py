@@ -116,9 +116,7 @@ class Call:
 
     def _kept(self, value):
         """An argument without its data and memory."""
-        if arrays.is_slice_array(value):
-            return value.without_memory()
-        return _of_host(value)
+        return value.without_memory() if arrays.is_slice_array(value) else _of_host(value)
 
     def _constant(self, value):
         """An array that the function refers to, as an argument: on one device it goes wherever the call does."""

@@ -102,7 +102,8 @@ def _answer(step, ended):
             program = _program(call, len(programs) + len(periodic) + len(beside))
         except Exception:  # the program's own affair: its step compiles
             continue
-        beside.append({**program, "held": _held(call, program.pop("ids"))})
+        held = _held(call, program.pop("ids"))
+        beside.append({**program, "held": held})
     others = [
         {"name": other.name, "source": other.source, "calls": count, "flops": other.flops}
         for key, (other, count) in calls.counts().items()
