@@ -118,7 +118,7 @@ def identity(row: OpChange, width: int) -> str:
     runs = max(row.before_runs, row.after_runs)
     many = f" x{runs:.0f}" if runs > 1 else ""
     source = row.source.rpartition("/")[2]
-    place = "" if row.place == row.source else row.place
+    place = "" if row.layer == row.source else row.layer
     parts = [row.kind, row.phase, place, source, row.shape]
     for least in (row.shape, row.phase, place):
         if len(", ".join(filter(None, parts))) > width - len(many) and any((source, place)):
@@ -142,7 +142,7 @@ def for_page(against: ForecastChanges) -> Against:
                 difference=signed(row.seconds),
                 kind=row.kind,
                 phase=row.phase,
-                place=row.place,
+                place=row.layer,
                 source=row.source,
                 shape=row.shape,
                 names=f"{', '.join(row.before_ops) or 'none'} → {', '.join(row.after_ops) or 'none'}",
