@@ -17,6 +17,7 @@ import msgspec
 from systolic.core.errors import DataError
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.groups import COLLECTIVES
 from systolic.hlo.module import named
 from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
@@ -27,15 +28,6 @@ NAMES = 8
 SHARED = 0.5
 """Share of the parts of an op that another must have, for the two to be one fused differently."""
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 _HEAVY = (*_PRODUCTS, *COLLECTIVES, "custom-call", "scatter", "gather", "sort", "fft")
 """Kinds that name the fusion which has one, the first that it has."""

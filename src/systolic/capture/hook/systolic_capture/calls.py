@@ -73,11 +73,11 @@ class Call:
     source, mesh, places, options = "", None, None, {}
 
     def __init__(self, args, params, own):
-        body = shardings.inner(params["jaxpr"])
+        body = shardings.Inner(params["jaxpr"])
         name = str(params.get("name") or "jit")
         self.name = bodies.name_of(params["jaxpr"], name)
         flow = bodies.flow_in(params["jaxpr"], name)
-        self.source = body.source if flow is None else shardings.inner(flow).source
+        self.source = body.source if flow is None else shardings.Inner(flow).source
         self.own = own
         self.params = dict(params)
         self.mesh = shardings.context_mesh()
@@ -159,7 +159,7 @@ class Call:
     @property
     def body(self):
         """What it runs."""
-        return shardings.inner(self.jaxpr).jaxpr
+        return shardings.Inner(self.jaxpr).jaxpr
 
     @functools.cached_property
     def flops(self):
@@ -586,7 +586,7 @@ def _need(call):
     """Bytes of a device that a program may need: its values split over its devices, and no less than its arguments and results."""
     if call.jaxpr is None:
         return 0
-    avals = shardings.inner(call.jaxpr).outvars_avals()
+    avals = shardings.Inner(call.jaxpr).outvars_avals()
     results = [
         (aval, where[0] if isinstance(where, tuple) else where)
         for aval, where in zip(avals, call.places or (), strict=False)

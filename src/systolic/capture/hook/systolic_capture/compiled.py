@@ -107,7 +107,7 @@ class CapturedCompiled:
         declared = lowering.compile_args.get("out_shardings") or [None] * len(infos)
         mesh = shardings.mesh_of(args) or shardings.context_mesh()
         params = dispatch.body_of(lowering)
-        if params and len(shardings.inner(params["jaxpr"]).jaxpr.invars) == len(args):
+        if params and len(shardings.Inner(params["jaxpr"]).jaxpr.invars) == len(args):
             places = shardings.of_results(
                 args,
                 {**params, "out_shardings": declared},

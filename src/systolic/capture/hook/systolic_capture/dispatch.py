@@ -346,7 +346,7 @@ def _belongs_to_slice(args, params):
     jaxpr = params["jaxpr"]
     if any(map(arrays.is_slice_array, args)):
         return True
-    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.inner(jaxpr).consts):
+    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.Inner(jaxpr).consts):
         return True
     if any(map(bridge.on_slice, (*params["in_shardings"], *params["out_shardings"]))):
         return True
@@ -359,7 +359,7 @@ def _belongs_to_slice(args, params):
         return False
     if not is_own(jaxpr, params.get("name")):
         return True
-    if any(bodies.bytes_of(aval) > MOST_BYTES for aval in shardings.inner(jaxpr).outvars_avals()):
+    if any(bodies.bytes_of(aval) > MOST_BYTES for aval in shardings.Inner(jaxpr).outvars_avals()):
         bridge.slice_devices()
         return True
     return shardings.names_slice(jaxpr)
@@ -371,7 +371,7 @@ _jitted = set()
 
 def is_own(jaxpr, name=""):
     """Whether jax itself calls its function or operation, rather than the program one that it jitted, or a loop."""
-    source = shardings.inner(jaxpr).source
+    source = shardings.Inner(jaxpr).source
     if not shardings.is_of_jax(source) or source in _jitted:
         return False
     return bodies.flow_in(jaxpr, name) is None

@@ -43,11 +43,6 @@ class Inner:
         return [var.aval for var in self.jaxpr.outvars]
 
 
-def inner(jaxpr):
-    """The body of a jaxpr."""
-    return Inner(jaxpr)
-
-
 _root = []
 
 
@@ -65,7 +60,7 @@ def _inside(jaxpr):
     from jax._src import dispatch
 
     try:
-        places = dispatch.get_intermediate_shardings(inner(jaxpr).jaxpr)
+        places = dispatch.get_intermediate_shardings(Inner(jaxpr).jaxpr)
     except Exception:
         return []
     return [place for place, _ in places if bridge.on_slice(place)]
@@ -149,7 +144,7 @@ def of_results(args, params, mesh, first_device, partitioned):
         first_device: Makes the sharding of what nothing places.
         partitioned: What the partitioner and the compiler choose: :class:`Partitions`.
     """
-    body = inner(params["jaxpr"])
+    body = Inner(params["jaxpr"])
     avals = body.outvars_avals()
     mesh = mesh or mesh_of(args) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
     known = [
@@ -308,7 +303,7 @@ def flow(jaxpr, known):
     """Shardings of a body's results as far as constraints and operations on whole elements say; None elsewhere."""
     from jax._src import core
 
-    body = inner(jaxpr).jaxpr
+    body = Inner(jaxpr).jaxpr
     env = {}
 
     def read(atom):
@@ -419,7 +414,7 @@ class Partitions:
     def __init__(self, name, jaxpr, lower, compile=None):
         self._name, self._jaxpr, self._lower = name, jaxpr, lower
         self._compile = compile or self._least
-        self._number = len(inner(jaxpr).outvars_avals())
+        self._number = len(Inner(jaxpr).outvars_avals())
 
     def of_pass(self, mesh):
         """Sharding of each result, None of one that the pass does not reach; None where there is no such pass."""
