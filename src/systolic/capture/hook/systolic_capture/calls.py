@@ -158,7 +158,7 @@ class Call:
 
     @property
     def body(self):
-        """What it runs."""
+        """Operations of the function, whose constants are variables beside its arguments."""
         return shardings.Inner(self.jaxpr).jaxpr
 
     @functools.cached_property
