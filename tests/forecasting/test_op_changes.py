@@ -110,7 +110,7 @@ def test_two_compilers_have_the_same_matmuls(sides: dict[str, Side]) -> None:
     """Each layer's products are there before and after: none is new or gone, over versions of JAX that name them otherwise."""
     rows = [row for row in changes_of(sides[OLD], sides[NEW]) if row.kind == "matmul"]
     assert {row.change for row in rows} <= {OpFate.same, OpFate.slower, OpFate.faster, OpFate.fused}
-    assert {"mlp", "attention", "head"} <= {row.place.split("/")[0] for row in rows}
+    assert {"mlp", "attention", "head"} <= {row.layer.split("/")[0] for row in rows}
 
 
 def test_one_op_by_hand(sides: dict[str, Side]) -> None:

@@ -174,11 +174,9 @@ class ArrayMoves(MovedBytes, frozen=True, kw_only=True):
 
     def without(self, some: RareMoves) -> MovedBytes:
         """Moves that come with each step."""
+        names = MovedBytes.__struct_fields__
         return MovedBytes(
-            host=self.host - some.host / some.every,
-            devices=self.devices - some.devices / some.every,
-            slices=self.slices - some.slices / some.every,
-            times=self.times - some.times / some.every,
+            **{name: getattr(self, name) - getattr(some, name) / some.every for name in names}
         )
 
 
@@ -356,7 +354,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to the hook, in request.json, which the hook reads as its ``ParentRequest``."""
+    """Request to the hook, in request.json, which the hook reads by these names."""
 
     topology: Topology
     num_hosts: int

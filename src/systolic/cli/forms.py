@@ -271,8 +271,8 @@ def planned_request(
     return replace(changed, as_typed=replace(changed.as_typed, chosen=kept))
 
 
-def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
-    """``args`` with today's names for options of the last version, each reported on stderr where the user ``typed`` them."""
+def renamed(args: Sequence[str]) -> list[str]:
+    """``args`` with today's names for options of the last version, each reported on stderr."""
     from systolic.job.layout import RENAMED
 
     options = {f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()}
@@ -280,7 +280,7 @@ def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
     for word in args:
         name, equals, value = word.partition("=")
         now = options.get(dashed(name))
-        if now is not None and typed:
+        if now is not None:
             print(f"systolic: {dashed(name)} is now called {now}; use that name", file=sys.stderr)
         words.append(word if now is None else f"{now}{equals}{value}")
     return words

@@ -7,7 +7,6 @@ from typing import Any
 
 from systolic.capture.program import (
     Captured,
-    CapturedCall,
     CapturedProgram,
     HeldArray,
     OutsidePeak,
@@ -79,23 +78,6 @@ class CallSchedule:
             if self.device in call.devices:
                 counts[call.program] = counts.get(call.program, 0) + 1
         return counts
-
-
-def calls_of(
-    order: Sequence[CapturedCall],
-    seconds: Sequence[float],
-    devices: Sequence[frozenset[Device]],
-) -> list[DeviceCall]:
-    """The calls of a step from what was recorded, with the seconds and the devices of each program."""
-    return [
-        DeviceCall(
-            program=call.program,
-            seconds=seconds[call.program],
-            devices=devices[call.program],
-            after=call.after,
-        )
-        for call in order
-    ]
 
 
 def schedule(calls: Sequence[DeviceCall]) -> CallSchedule:
@@ -285,7 +267,17 @@ def _module(captured: Captured, program: CapturedProgram) -> Module:
 def schedule_of(captured: Captured, parts: Sequence[StepPart]) -> CallSchedule:
     """When the calls of a step run on which devices."""
     seconds, devices = [part.seconds for part in parts], [part.devices for part in parts]
-    return schedule(calls_of(captured.order, seconds, devices))
+    return schedule(
+        [
+            DeviceCall(
+                program=call.program,
+                seconds=seconds[call.program],
+                devices=devices[call.program],
+                after=call.after,
+            )
+            for call in captured.order
+        ]
+    )
 
 
 def forecast_parts(

@@ -1,7 +1,7 @@
 """Changes since an earlier forecast: of its figures, and of its ops."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,13 +47,7 @@ class FigureChange:
 
     def to_json(self) -> dict[str, Any]:
         """The values as JSON."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "before": self.before,
-            "after": self.after,
-            "unit": self.unit,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,14 +197,20 @@ def is_forecast(record: Any) -> bool:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
     """Compares the JSON of two forecasts: step, memory, money, resources, places."""
+    rows = (
+        ("step", ("step_seconds",), "s"),
+        ("MFU", ("mfu",), "share"),
+        *((f"{unit}/s", (f"{unit}_per_second",), "") for unit in UNITS),
+        ("peak memory", ("hbm", "peak_bytes"), "B"),
+        ("per billion tokens", ("usd_per_billion_tokens",), "$"),
+        ("per million examples", ("usd_per_million_examples",), "$"),
+        ("per million calls", ("usd_per_million_calls",), "$"),
+    )
     changes = [
-        _change("", "step", before, after, ("step_seconds",), "s"),
-        _change("", "MFU", before, after, ("mfu",), "share"),
-        *(_change("", f"{unit}/s", before, after, (f"{unit}_per_second",), "") for unit in UNITS),
-        _change("", "peak memory", before, after, ("hbm", "peak_bytes"), "B"),
-        _change("", "per billion tokens", before, after, ("usd_per_billion_tokens",), "$"),
-        _change("", "per million examples", before, after, ("usd_per_million_examples",), "$"),
-        _change("", "per million calls", before, after, ("usd_per_million_calls",), "$"),
+        FigureChange(
+            group="", name=name, before=_at(before, path), after=_at(after, path), unit=unit
+        )
+        for name, path, unit in rows
     ]
     changes = [change for change in changes if (change.before, change.after) != (None, None)]
     old, new = before["hbm"].get("by_kind") or {}, after["hbm"].get("by_kind") or {}
@@ -274,19 +274,6 @@ def _versions(forecast: Mapping[str, Any]) -> str:
     """``libtpu 0.0.42.1, jax 0.10.2``, as far as they are known."""
     compiler = forecast.get("compiler") or {}
     return ", ".join(f"{name} {compiler[name]}" for name in ("libtpu", "jax") if name in compiler)
-
-
-def _change(
-    group: str,
-    name: str,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    path: tuple[str, ...],
-    unit: str,
-) -> FigureChange:
-    return FigureChange(
-        group=group, name=name, before=_at(before, path), after=_at(after, path), unit=unit
-    )
 
 
 def _at(record: Mapping[str, Any], path: tuple[str, ...]) -> float | None:

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from systolic.core.errors import DataError
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.groups import COLLECTIVES
 from systolic.hlo.module import named
 from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
@@ -27,15 +28,6 @@ NAMES = 8
 SHARED = 0.5
 """Share of the parts of an op that another must have, for the two to be one fused differently."""
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 _HEAVY = (*_PRODUCTS, *COLLECTIVES, "custom-call", "scatter", "gather", "sort", "fft")
 """Kinds that name the fusion which has one, the first that it has."""
@@ -83,7 +75,7 @@ class OpChange:
     change: OpFate
     kind: str
     """``matmul``, ``elementwise``, ``all-gather``, ``wait for all-gather``, ``kernel splash_mha`` …"""
-    place: str
+    layer: str
     phase: str
     """forward, backward, recomputed or update."""
     source: str
@@ -103,20 +95,7 @@ class OpChange:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "change": self.change.value,
-            "kind": self.kind,
-            "layer": self.place,
-            "phase": self.phase,
-            "source": self.source,
-            "shape": self.shape,
-            "before_seconds": self.before_seconds,
-            "after_seconds": self.after_seconds,
-            "before_runs": self.before_runs,
-            "after_runs": self.after_runs,
-            "before_ops": list(self.before_ops),
-            "after_ops": list(self.after_ops),
-        }
+        return msgspec.to_builtins(self)
 
 
 Part = tuple[str, str]
@@ -130,13 +109,13 @@ class OpGroup:
     """Ops of one schedule that are alike."""
 
     kind: str
-    place: str
+    layer: str
     phase: str
     source: str
     shape: str
     seconds: float = 0.0
     runs: float = 0.0
-    names: list[str] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
     parts: frozenset[Part] = frozenset()
     heavy: frozenset[Part] = frozenset()
 
@@ -150,14 +129,14 @@ def changes_of(before: Sequence[OpGroup], after: Sequence[OpGroup]) -> list[OpCh
     for key in _LAST_KEYS:
         ties.by_key(key, in_order=True)
     rows = [_row(*members) for members in ties.components()]
-    return sorted(rows, key=lambda row: (-abs(row.seconds), -row.after_seconds, row.place))
+    return sorted(rows, key=lambda row: (-abs(row.seconds), -row.after_seconds, row.layer))
 
 
 _KEYS: Sequence[Callable[[OpGroup], Hashable]] = (
-    lambda group: (group.kind, group.place, group.phase, group.source, group.shape),
-    lambda group: (group.kind, group.place, group.phase, group.shape),
+    lambda group: (group.kind, group.layer, group.phase, group.source, group.shape),
+    lambda group: (group.kind, group.layer, group.phase, group.shape),
     lambda group: (group.kind, group.source, group.phase, group.shape),
-    lambda group: (group.kind, group.place, group.phase, group.source),
+    lambda group: (group.kind, group.layer, group.phase, group.source),
 )
 """The whole key; without the line, which an edit moves; without the place, which a renamed scope or another version of
 JAX changes; without the shape, which padding changes."""
@@ -165,7 +144,7 @@ _LAST_KEYS: Sequence[Callable[[OpGroup], Hashable]] = (
     lambda group: (group.kind, group.source, group.shape),
     lambda group: (group.kind, group.phase, group.shape, group.runs),
     lambda group: (group.kind, group.phase, group.shape),
-    lambda group: (group.kind, group.place, group.phase),
+    lambda group: (group.kind, group.layer, group.phase),
 )
 """Weaker keys: of as many on both sides the lines are in the same order, as after an edit that moves them and names scopes."""
 
@@ -244,7 +223,7 @@ def _row(before: list[OpGroup], after: list[OpGroup]) -> OpChange:
     return OpChange(
         change=_change(before, after, old, new),
         kind=shown.kind,
-        place=shown.place,
+        layer=shown.layer,
         phase=shown.phase,
         source=shown.source,
         shape=shown.shape,
@@ -274,7 +253,7 @@ def _fused(groups: list[OpGroup]) -> set[tuple[str, frozenset[str]]]:
 
 def _names(groups: list[OpGroup]) -> list[str]:
     names = itertools.chain.from_iterable(
-        group.names for group in sorted(groups, key=lambda group: -group.seconds)
+        group.ops for group in sorted(groups, key=lambda group: -group.seconds)
     )
     return list(itertools.islice(names, NAMES))
 
@@ -297,8 +276,8 @@ def groups_of(schedules: Iterable[Schedule]) -> list[OpGroup]:
             known = groups.setdefault(_KEYS[0](group), group)
             known.seconds += calls * span.seconds * times
             known.runs += calls * times
-            if span.name not in known.names:
-                known.names.append(span.name)
+            if span.name not in known.ops:
+                known.ops.append(span.name)
             known.parts |= group.parts
             known.heavy |= group.heavy
     return list(groups.values())
@@ -355,7 +334,9 @@ class _OpReader:
         own = _ASYNCHRONOUS.sub("", instruction.opcode)
         if own in _COPIES or all(op.opcode in _CHEAP or op.opcode in _COPIES for op in inside):
             return "copy", instruction
-        elementwise = own == "fusion" or _is_elementwise(instruction)
+        elementwise = own == "fusion" or (
+            instruction.opcode in _ELEMENTWISE and not instruction.called_computations
+        )
         return "elementwise" if elementwise else own, instruction
 
     def parts(self, inside: Sequence[Instruction]) -> tuple[frozenset[Part], frozenset[Part]]:
@@ -389,10 +370,6 @@ def _kind_of_heavy(opcode: str, instruction: Instruction) -> str:
 def _primitive(instruction: Instruction) -> str:
     """JAX's primitive, which outlives a change of the compiler's opcodes."""
     return _NUMBER.sub("", instruction.op_name.rpartition("/")[2]) or instruction.opcode
-
-
-def _is_elementwise(instruction: Instruction) -> bool:
-    return not instruction.called_computations and instruction.opcode in _ELEMENTWISE
 
 
 _ELEMENTWISE = frozenset(
@@ -451,48 +428,22 @@ def totals(rows: Iterable[OpChange]) -> Mapping[OpFate, tuple[int, float]]:
 # ---- ops of one side as a forecast's JSON keeps them
 
 
-class _GroupRow(msgspec.Struct, array_like=True):
-    kind: str
-    layer: str
-    phase: str
-    source: str
-    shape: str
-    seconds: float
-    runs: float
-    ops: list[str]
-    parts: list[int]
-    """Indices of :attr:`_GroupTable.parts`."""
-    heavy: list[int]
-
-
 class _GroupTable(msgspec.Struct):
-    rows: list[_GroupRow]
-    parts: list[list[str]]
+    rows: list[tuple[str, str, str, str, str, float, float, list[str], list[int], list[int]]]
+    """Fields of each group, for parts their indices in ``parts``."""
+    parts: list[Part]
 
 
 def table_of(groups: Sequence[OpGroup]) -> dict[str, Any]:
     """The groups as plain values: ``columns``, ``rows``, and ``parts``, of which rows have the indices."""
     parts = sorted({part for group in groups for part in group.parts})
     index = {part: at for at, part in enumerate(parts)}
-    rows = [
-        _GroupRow(
-            kind=group.kind,
-            layer=group.place,
-            phase=group.phase,
-            source=group.source,
-            shape=group.shape,
-            seconds=group.seconds,
-            runs=group.runs,
-            ops=group.names[:NAMES],
-            parts=sorted(index[part] for part in group.parts),
-            heavy=sorted(index[part] for part in group.heavy),
-        )
-        for group in groups
-    ]
-    return {
-        "columns": list(_GroupRow.__struct_fields__),
-        **msgspec.to_builtins(_GroupTable(rows, list(map(list, parts)))),
-    }
+    columns = [column.name for column in fields(OpGroup)]
+    rows = [[getattr(group, name) for name in columns[:-3]] for group in groups]
+    for row, group in zip(rows, groups, strict=True):
+        indices = (sorted(index[part] for part in own) for own in (group.parts, group.heavy))
+        row += [group.ops[:NAMES], *indices]
+    return {"columns": columns, "rows": rows, "parts": list(map(list, parts))}
 
 
 def groups_in(forecast: Mapping[str, Any]) -> list[OpGroup]:
@@ -505,24 +456,11 @@ def groups_in(forecast: Mapping[str, Any]) -> list[OpGroup]:
         return []
     try:
         table = msgspec.convert(forecast["ops"], _GroupTable)
-        parts = [(place, primitive) for place, primitive in table.parts]
-        return [_group(row, parts) for row in table.rows]
+        return [
+            OpGroup(*row[:-2], *(frozenset(table.parts[at] for at in own) for own in row[-2:]))
+            for row in table.rows
+        ]
     except (ValueError, IndexError) as error:
         raise DataError(
             f"the ops of the saved forecast of {forecast.get('recipe')} are damaged ({error}); write it again with systolic forecast … --json"
         ) from error
-
-
-def _group(row: _GroupRow, parts: Sequence[Part]) -> OpGroup:
-    return OpGroup(
-        kind=row.kind,
-        place=row.layer,
-        phase=row.phase,
-        source=row.source,
-        shape=row.shape,
-        seconds=row.seconds,
-        runs=row.runs,
-        names=row.ops,
-        parts=frozenset(parts[at] for at in row.parts),
-        heavy=frozenset(parts[at] for at in row.heavy),
-    )

@@ -24,6 +24,8 @@ ALL_REDUCE_OVER_RINGS: float = constant("network.all_reduce_over_rings")
 REDUCE_SCATTER: float = constant("network.reduce_scatter")
 DIE_LINKS: float = constant("network.die_links")
 
+_ROUNDS = {"all-reduce": 2}
+"""A reduce-scatter and an all-gather."""
 DIES = "die"
 """Lane of collectives between the devices of one chip."""
 
@@ -117,12 +119,7 @@ class Network:
         users = Counter(
             link for lines in taken for axis_links in lines.values() for link in axis_links
         )
-        return list(
-            {
-                self._extent(places, lines, users): None
-                for places, lines in zip(ids, taken, strict=True)
-            }
-        )
+        return list(dict.fromkeys(map(self._extent, ids, taken, itertools.repeat(users))))
 
     def _links(self, places: Sequence[Place]) -> dict[int, list[Link]]:
         """The links of a group by torus axis: on each of its lines from its first chip to its last, or all around."""
@@ -217,8 +214,7 @@ class Network:
         lanes = names or ((DIES,) if extent.cores > 1 else ())
         if extent.slices > 1:
             share = whole / max(within, 1) if kind != "all-to-all" else whole
-            rounds = {"all-reduce": 2.0}.get(kind, 1.0)
-            over = rounds * (extent.slices - 1) / extent.slices * share
+            over = _ROUNDS.get(kind, 1) * (extent.slices - 1) / extent.slices * share
             seconds += over / dcn
             moved += over
             lanes = (*lanes, "dcn")
@@ -230,7 +226,7 @@ class Network:
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
         latency = sum(span.hops for span in extent.spans) * self.rates.hop_seconds
-        rounds = 2.0 if kind == "all-reduce" else 1.0
+        rounds = _ROUNDS.get(kind, 1)
         if not extent.spans:  # the two dies of a chip
             rate = self.rates.chip.die_to_die_bytes_per_second or DIE_LINKS * self.rates.link
             return rounds * whole / 2 / rate, rounds * whole / 2
@@ -253,8 +249,7 @@ class Network:
         chip, n = self.rates.chip, extent.members
         if not extent.spans:  # the two dies of a chip
             rate = chip.die_to_die_bytes_per_second
-            rounds = 2.0 if kind == "all-reduce" else 1.0
-            return rounds * whole / 2 / rate if rate else 0.0
+            return _ROUNDS.get(kind, 1) * whole / 2 / rate if rate else 0.0
         link = chip.ici_bytes_per_second_per_link
         if not link:
             return 0.0
@@ -436,8 +431,6 @@ LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
 CALL_SECONDS: float = constant("network.switched_call_seconds")
 HOP_SECONDS: float = constant("network.switched_hop_seconds")
 NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
-_ROUNDS = {"all-reduce": 2}
-"""A reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

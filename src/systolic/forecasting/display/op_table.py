@@ -24,15 +24,10 @@ PAGE_ROWS = 100
 class PageRow:
     """A row of the page's table."""
 
-    change: str
+    op: OpChange
     before: str
     after: str
     difference: str
-    kind: str
-    phase: str
-    place: str
-    source: str
-    shape: str
     names: str
 
 
@@ -81,11 +76,11 @@ def lines(rows: Sequence[OpChange], step_seconds: float, width: int) -> list[str
     if changed:
         texts.append(f"  {'':<{widest}} {'before':>10} {'after':>10} {'difference':>11}  op")
     for row in changed[:ROWS]:
-        times = (
-            _time(row.before_seconds, row.before_runs),
-            _time(row.after_seconds, row.after_runs),
+        before = _time(row.before_seconds, row.before_runs)
+        after = _time(row.after_seconds, row.after_runs)
+        text = (
+            f"  {row.change.value:<{widest}} {before:>10} {after:>10} {signed(row.seconds):>11}  "
         )
-        text = f"  {row.change.value:<{widest}} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  "
         texts.append(text + identity(row, width - len(text)))
     return [*texts, *wrap(rest(rows, changed[:ROWS]), width, subsequent_indent="  ")]
 
@@ -118,7 +113,7 @@ def identity(row: OpChange, width: int) -> str:
     runs = max(row.before_runs, row.after_runs)
     many = f" x{runs:.0f}" if runs > 1 else ""
     source = row.source.rpartition("/")[2]
-    place = "" if row.place == row.source else row.place
+    place = "" if row.layer == row.source else row.layer
     parts = [row.kind, row.phase, place, source, row.shape]
     for least in (row.shape, row.phase, place):
         if len(", ".join(filter(None, parts))) > width - len(many) and any((source, place)):
@@ -136,15 +131,10 @@ def for_page(against: ForecastChanges) -> Against:
         summary=summary(rows, changed) if rows else "",
         ops=[
             PageRow(
-                change=row.change.value,
+                op=row,
                 before=_time(row.before_seconds, row.before_runs),
                 after=_time(row.after_seconds, row.after_runs),
                 difference=signed(row.seconds),
-                kind=row.kind,
-                phase=row.phase,
-                place=row.place,
-                source=row.source,
-                shape=row.shape,
                 names=f"{', '.join(row.before_ops) or 'none'} → {', '.join(row.after_ops) or 'none'}",
             )
             for row in changed[:PAGE_ROWS]

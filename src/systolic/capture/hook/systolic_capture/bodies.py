@@ -36,7 +36,7 @@ traces = {}
 
 def fingerprint(jaxpr):
     """Digest of a body; computed once for each trace."""
-    body = shardings.inner(jaxpr)
+    body = shardings.Inner(jaxpr)
     known = _made.get(id(body.jaxpr))
     if known is None:
         digest = _digests(body)
@@ -48,7 +48,7 @@ def fingerprint(jaxpr):
 
 def flow_in(jaxpr, name):
     """The body of the loop or branch that a call of that name is, called outside of jit; None of another call."""
-    body = shardings.inner(jaxpr).jaxpr
+    body = shardings.Inner(jaxpr).jaxpr
     if name not in FLOWS or len(body.eqns) != 1 or body.eqns[0].primitive.name != name:
         return None
     params = body.eqns[0].params
@@ -58,24 +58,24 @@ def flow_in(jaxpr, name):
 
 
 def _opened(jaxpr):
-    return shardings.inner(jaxpr).jaxpr
+    return shardings.Inner(jaxpr).jaxpr
 
 
 def name_of(jaxpr, name):
     """Name of a call: of a loop or an operation that jax calls by itself outside of jit, the body's or the operation's; of a lambda its line."""
     flow = flow_in(jaxpr, name)
     if flow is not None:
-        own = shardings.inner(flow).source.partition(" at ")
+        own = shardings.Inner(flow).source.partition(" at ")
         jitted = [eqn.params["name"] for eqn in _opened(flow).eqns if _is_jitted(eqn)]
         if len(jitted) == 1 and own[0] in ("", LAMBDA):
             return jitted[0]
         return name if not own[1] or shardings.is_of_jax(own[2]) else own[0]
     if LAMBDA in name:
-        line = os.path.basename(shardings.inner(jaxpr).source.rpartition(" at ")[2])
+        line = os.path.basename(shardings.Inner(jaxpr).source.rpartition(" at ")[2])
         return f"lambda at {line}" if line else name
     if name != "<unnamed function>":
         return name
-    body = shardings.inner(jaxpr).jaxpr
+    body = shardings.Inner(jaxpr).jaxpr
     while body.eqns:
         eqn = next(
             (inner for inner in body.eqns if inner.primitive.name not in _SHAPES), body.eqns[0]
@@ -83,7 +83,7 @@ def name_of(jaxpr, name):
         name = eqn.primitive.name
         if "jaxpr" not in eqn.params:
             break
-        body = shardings.inner(eqn.params["jaxpr"]).jaxpr
+        body = shardings.Inner(eqn.params["jaxpr"]).jaxpr
     return name
 
 
@@ -177,7 +177,7 @@ def _says_itself(key):
 
 def kept(params):
     """Whether the compiled program has each argument of a call: jit drops those that no result needs."""
-    body = shardings.inner(params["jaxpr"]).jaxpr
+    body = shardings.Inner(params["jaxpr"]).jaxpr
     if params.get("keep_unused"):
         return [True] * len(body.invars)
     from jax._src.interpreters import partial_eval
@@ -190,7 +190,7 @@ def live_bytes(jaxpr):
 
     A compiler that joins operations needs less, and none needs less than the arguments and results.
     """
-    body = shardings.inner(jaxpr).jaxpr
+    body = shardings.Inner(jaxpr).jaxpr
     last = {}
     for number, eqn in enumerate(body.eqns):
         last.update(dict.fromkeys(_vars(eqn.invars), number))
@@ -212,7 +212,7 @@ def live_bytes(jaxpr):
 
 def operations(jaxpr):
     """Operations of a body with those inside of it."""
-    eqns = shardings.inner(jaxpr).jaxpr.eqns
+    eqns = shardings.Inner(jaxpr).jaxpr.eqns
     return len(eqns) + sum(operations(part) for eqn in eqns for part in _inner(eqn))
 
 

@@ -69,18 +69,21 @@ cautions = []
 class Call:
     """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
 
-    most, devices = NO_ARRAYS, None
+    most, devices, own = NO_ARRAYS, None, False
+    source, mesh, places, options = "", None, None, {}
 
     def __init__(self, args, params, own):
-        body = shardings.inner(params["jaxpr"])
+        body = shardings.Inner(params["jaxpr"])
         name = str(params.get("name") or "jit")
         self.name = bodies.name_of(params["jaxpr"], name)
         flow = bodies.flow_in(params["jaxpr"], name)
-        self.source = body.source if flow is None else shardings.inner(flow).source
+        self.source = body.source if flow is None else shardings.Inner(flow).source
         self.own = own
         self.params = dict(params)
-        self.mesh = dispatch.context_mesh()
-        self.args = [self._kept(arg) for arg in args]
+        self.mesh = shardings.context_mesh()
+        self.args = [
+            arg.without_memory() if arrays.is_slice_array(arg) else _of_host(arg) for arg in args
+        ]
         self.values = list(args)
         self.jaxpr = params["jaxpr"]
         self.fingerprint = bodies.fingerprint(params["jaxpr"])
@@ -114,10 +117,6 @@ class Call:
         places = shardings.of_loose(self.args, self.params, self.mesh)
         return [where if own else None for where, own in zip(places, self.kept, strict=True)]
 
-    def _kept(self, value):
-        """An argument without its data and memory."""
-        return value.without_memory() if arrays.is_slice_array(value) else _of_host(value)
-
     def _constant(self, value):
         """An array that the function refers to, as an argument: on one device it goes wherever the call does."""
         if not arrays.is_slice_array(value) or len(value.sharding.device_set) == 1:
@@ -140,6 +139,7 @@ class Call:
         hoists = shardings.hoists()
         if not hoists and arrays.can_be_written(self.closed_over):
             return
+        from jax._src import sharding_impls
         from jax._src.interpreters import partial_eval
 
         count = len(body.consts)
@@ -148,19 +148,23 @@ class Call:
         )
         self.args = [self._constant(const) for const in body.consts] + self.args
         self.values = [*(body.consts if hoists else [None] * count), *self.values]
-        unspecified = _unspecified()
         for name, filler in (
-            ("in_shardings", unspecified),
+            ("in_shardings", sharding_impls.UNSPECIFIED),
             ("in_layouts", None),
             ("donated_invars", False),
         ):
             if name in self.params:
                 self.params[name] = (filler,) * count + tuple(self.params[name])
 
+    @property
+    def body(self):
+        """Operations of the function, whose constants are variables beside its arguments."""
+        return shardings.Inner(self.jaxpr).jaxpr
+
     @functools.cached_property
     def flops(self):
         """FLOPs of the matmuls and convolutions of the body, over all devices."""
-        return flops.of_jaxpr(shardings.inner(self.params["jaxpr"]).jaxpr)
+        return flops.of_jaxpr(self.body)
 
     @property
     def traces(self):
@@ -170,16 +174,16 @@ class Call:
     @property
     def flops_are_least(self):
         """Whether some of them are in loops of unknown length, counted once."""
-        return flops.in_open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
+        return flops.in_open_loops(self.body)
 
     @property
     def open_loops(self):
         """Loops of unknown length with matmuls."""
-        return flops.open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
+        return flops.open_loops(self.body)
 
     def results(self):
         """The results in shape alone."""
-        avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
+        avals = [var.aval for var in self.body.outvars]
         places = _places.get(self.key)
         if places is None:
             places = _places[self.key] = shardings.of_results(
@@ -201,8 +205,7 @@ class Call:
         donated = self.params.get("donated_invars") or ()
         if any(donated):
             flags = [gone and own for gone, own in zip(donated, self.kept, strict=False)]
-            body = shardings.inner(self.params["jaxpr"]).jaxpr
-            arrays.donate(zip(self.values, flags, strict=False), body.outvars, self.places)
+            arrays.donate(zip(self.values, flags, strict=False), self.body.outvars, self.places)
         self.values = []
 
     def lower(self):
@@ -244,7 +247,6 @@ def take(call, args, kept, loose=()):
     call.sources = arrays.sources(kept)
     arrays.join(call.sources, arrays.awaited())
     call.after = arrays.numbers(call.sources)
-    call.given_ids = frozenset(map(id, args))
     copied = set()
     kept_ids = set(map(id, kept))
     places: list[Any] = list(loose) or [None] * len(args)
@@ -260,7 +262,7 @@ def take(call, args, kept, loose=()):
     call.taken = {array.buffer.number for array in taken if array.buffer}
     call.held = {}
     if not call.own:
-        collect(call.given_ids)
+        collect(frozenset(map(id, args)))
         call.held = memory.beside(taken)
         _note_most(call)
 
@@ -283,12 +285,6 @@ def _of_host(value):
     )
 
 
-def _unspecified():
-    from jax._src import sharding_impls
-
-    return sharding_impls.UNSPECIFIED
-
-
 def note(text):
     """Adds a note to the answer, once."""
     if text not in notes:
@@ -305,12 +301,6 @@ def count_operation(name):
     """Counts an operation outside of jit on arrays of the slice."""
     with _lock:
         _operations[name] = _operations.get(name, 0) + 1
-
-
-def is_for_slice(lowering):
-    """Whether a lowered program is for the slice."""
-    devices = device_assignment(lowering)
-    return bool(devices) and bridge.is_slice_device(devices[0])
 
 
 def device_assignment(lowering):
@@ -447,7 +437,8 @@ def _is_sure(sequence, length, now):
     last = range(end - length, end)
     unchanged = step_search.is_unchanged(sequence, last, [n - length for n in last])
     flops = any(entry.call.flops for entry in repeats[:length])
-    if (unchanged or not flops) and waited < UNSURE_SECONDS and not _is_long(repeats, unchanged):
+    least = (1 if unchanged else 2) * UNSURE_CALLS
+    if (unchanged or not flops) and waited < UNSURE_SECONDS and len(repeats) < least:
         return False
     if unchanged and not report.request().step and not _follow_each_other(sequence, length):
         caution(
@@ -455,11 +446,6 @@ def _is_sure(sequence, length, now):
             "this is one of them; --step takes another function"
         )
     return True
-
-
-def _is_long(repeats, unchanged):
-    """Whether a repeated sequence is taken for the step early though it may be a part of one."""
-    return len(repeats) >= (1 if unchanged else 2) * UNSURE_CALLS
 
 
 def _follow_each_other(sequence, length):
@@ -600,7 +586,7 @@ def _need(call):
     """Bytes of a device that a program may need: its values split over its devices, and no less than its arguments and results."""
     if call.jaxpr is None:
         return 0
-    avals = shardings.inner(call.jaxpr).outvars_avals()
+    avals = shardings.Inner(call.jaxpr).outvars_avals()
     results = [
         (aval, where[0] if isinstance(where, tuple) else where)
         for aval, where in zip(avals, call.places or (), strict=False)
@@ -633,10 +619,8 @@ def _ends(step):
     if step.alone:
         kind = _sequence[step.numbers[-1]].call
         return [pair for pair in itertools.pairwise(_sequence) if pair[1].call is kind]
-    call = _sequence[step.numbers[-1]].call
-    times = sum(_sequence[n].call is call for n in step.numbers)
-    own = [entry for entry in _sequence[: step.numbers[-1] + 1] if entry.call is call]
-    return list(itertools.pairwise(own[::-1][::times][::-1]))
+    ends = step_search.ends_of(_sequence[: step.numbers[-1] + 1], step)
+    return list(itertools.pairwise(_sequence[n] for n in ends))
 
 
 def counts():

@@ -20,34 +20,28 @@ from systolic_capture import (
 )
 
 
-class Lowered:
+class Lowered(calls.Call):
     """A program that the program under capture lowered and compiled itself."""
 
-    own, most, devices = False, calls.NO_ARRAYS, None
-    flops_are_least, open_loops = True, ()  # of a body that is gone
-    traces, closed_over = 0, ()
+    args, kept, flops, eqns = (), (), 0.0, 0
+    flops_are_least, open_loops, traces, closed_over = True, (), 0, ()  # of a body that is gone
 
     def __init__(self, lowered, options):
-        lowering = lowered._lowering
-        self.name = str(getattr(lowering, "_name", "program"))
+        self._lowering = lowered._lowering
+        self.key = ("lowered", id(self._lowering))
+        self.options = dict(options or {})
+        self.name = str(getattr(self._lowering, "_name", "program"))
         if self.name == f"jit({report.request().step})":
             self.name = report.request().step  # either is one of its names
-        self.source, self.options = "", dict(options or {})
-        self._lowering, self.args, self.ids, self.kept = lowering, [], [], ()
-        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
-        self.sources, self.after = {}, ()
-        self.given_ids = frozenset()
-        self.key = ("lowered", id(lowering))
-        self.flops, self.eqns = 0.0, 0
-        self.places = None
-        self._params = dispatch.body_of(lowering) or {}
+        self.ids, self.links, self.held, self.taken = [], arrays.links([]), {}, frozenset()
+        self.after = ()
+        self._params = dispatch.body_of(self._lowering) or {}
         self.jaxpr = self._params.get("jaxpr")
         if self.jaxpr is not None:
             self.name = bodies.name_of(self.jaxpr, self.name)
-            body = shardings.inner(self.jaxpr).jaxpr
-            self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
-            self.flops_are_least = flops.in_open_loops(body)
-            self.open_loops = flops.open_loops(body)
+            self.flops, self.eqns = flops.of_jaxpr(self.body), len(self.body.eqns)
+            self.flops_are_least = flops.in_open_loops(self.body)
+            self.open_loops = flops.open_loops(self.body)
 
     def take(self, args):
         """Notes the arguments of a call of it."""
@@ -56,7 +50,7 @@ class Lowered:
         declared = self._params.get("in_shardings") or ()
         loose = ()
         if self.jaxpr is not None and len(declared) == len(args):
-            loose = shardings.of_loose(args, self._params, dispatch.context_mesh())
+            loose = shardings.of_loose(args, self._params, shardings.context_mesh())
         calls.take(self, args, kept, loose)
 
     def lower(self):
@@ -111,9 +105,9 @@ class CapturedCompiled:
         """Shardings of the results: as lowered, as constrained in the body, or like an argument."""
         lowering = self._lowered._lowering
         declared = lowering.compile_args.get("out_shardings") or [None] * len(infos)
-        mesh = shardings.mesh_of(args) or dispatch.context_mesh()
+        mesh = shardings.mesh_of(args) or shardings.context_mesh()
         params = dispatch.body_of(lowering)
-        if params and len(shardings.inner(params["jaxpr"]).jaxpr.invars) == len(args):
+        if params and len(shardings.Inner(params["jaxpr"]).jaxpr.invars) == len(args):
             places = shardings.of_results(
                 args,
                 {**params, "out_shardings": declared},

@@ -4,7 +4,6 @@ import glob
 import json
 import os
 import queue
-import sys
 import threading
 import time
 
@@ -93,19 +92,16 @@ def _answer(step, ended):
     ):
         held = _held(call, program.pop("ids"))
         periodic.append({**program, "calls": count, "every": every, "held": held})
-    known = {entry.call.key for entry in entries} | {
-        calls.entry(number).call.key for number, *_ in step.periodic
-    }
+    known = {call.key for call in (*distinct, *rare)}
     beside = []
     for call in calls.large_beside(known, report.request().device_bytes, MOST_BESIDE):
         try:
             program = _program(call, len(programs) + len(periodic) + len(beside))
         except Exception:  # the program's own affair: its step compiles
             continue
-        held = _held(call, program.pop("ids"))
-        beside.append({**program, "held": held})
+        beside.append({**program, "held": _held(call, program.pop("ids"))})
     others = [
-        {"name": other.name, "source": other.source, "calls": count, "flops": other.flops}
+        {"name": other.name, "calls": count}
         for key, (other, count) in calls.counts().items()
         if key not in known
     ]
@@ -127,9 +123,7 @@ def _answer(step, ended):
             "libtpu": report.libtpu()[0],
         },
         "lent_libtpu": report.libtpu()[1],
-        "python": sys.executable,
         "flags": bridge.flags(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
@@ -238,7 +232,7 @@ def _program(call, number):
     os.makedirs(folder)
     report.say(stage=f"compiling {call.name}")
     began = time.monotonic()
-    text, refused = _compiled(lowered, getattr(call, "options", {}), folder)
+    text, refused = _compiled(lowered, call.options, folder)
     path = os.path.join(report.FOLDER, f"program{number}.txt")
     with open(path, "w") as file:
         file.write(text)
@@ -248,9 +242,7 @@ def _program(call, number):
             file.write(source.read())
     return {
         "name": call.name,
-        "source": call.source,
         "text": os.path.basename(path),
-        "memory": bool(usage),
         "refused": refused,
         "flops": call.flops,
         "needed_flops": flops.needed(call),
@@ -287,7 +279,7 @@ def _on_first_slice(lowered, devices):
 
 def _mesh(call, devices):
     """Axes of the mesh whose devices the program has in their order; empty without one."""
-    meshes = [getattr(call, "mesh", None), shardings.mesh_of(call.args)]
+    meshes = [call.mesh, shardings.mesh_of(call.args)]
     for mesh in filter(bridge.is_concrete, meshes):
         if tuple(mesh.devices.flat) == tuple(devices):
             return {str(name): int(size) for name, size in mesh.shape.items()}
@@ -311,13 +303,14 @@ def _compiled(lowered, options, folder):
         except BaseException as error:
             failed.append(error)
 
-    def written(ending):
-        return _written(folder, ending)
-
     over = background(run)
     size = -1
     while not over.wait(POLL_SECONDS):
-        path = _written(folder, SCHEDULED) if quick and any(map(written, LAST)) else None
+        path = (
+            _written(folder, SCHEDULED)
+            if quick and any(_written(folder, name) for name in LAST)
+            else None
+        )
         if path is not None:
             now = os.path.getsize(path)
             with open(path) as file:

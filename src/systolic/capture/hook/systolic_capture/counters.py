@@ -73,7 +73,7 @@ def of(value):
 
 def tell(jaxpr, args, outs):
     """Gives the results of a call that are counters their numbers, as far as those that they are made of are known."""
-    body = shardings.inner(jaxpr)
+    body = shardings.Inner(jaxpr)
     for var, out in zip(body.jaxpr.outvars, outs, strict=True):
         if arrays.is_slice_array(out) and is_counter(var.aval):
             out.known = _Body(body, lambda index: of(args[index]), [MOST_EQNS]).value(var)
@@ -142,6 +142,6 @@ class _Body:
         nested = next((eqn.params[key] for key in NESTED if key in eqn.params), None)
         if nested is None:
             return None
-        body = shardings.inner(nested)
+        body = shardings.Inner(nested)
         inside = _Body(body, lambda index: self.value(eqn.invars[index]), self._left)
         return inside.value(body.jaxpr.outvars[place])

@@ -34,17 +34,6 @@ def aval_of(value):
     return core.typeof(value) if hasattr(core, "typeof") else core.get_aval(value)
 
 
-def _avals(values):
-    return [aval_of(value) for value in values]
-
-
-def _bytes(aval):
-    size = 1
-    for dim in getattr(aval, "shape", ()):
-        size *= dim
-    return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
-
-
 def stand_in(aval, sharding, committed=True, sources=None, buffer=None):
     """An array of the slice; one that is not an array, such as a token, as it is. ``buffer``: of the array that it is a view of."""
     if not hasattr(aval, "shape"):
@@ -57,23 +46,6 @@ def first_device():
     import jax
 
     return jax.sharding.SingleDeviceSharding(bridge.slice_devices()[0])
-
-
-def context_mesh():
-    """The mesh that the program has set, on the slice; None without one."""
-    from jax._src import mesh
-
-    for current in (getattr(mesh, "get_concrete_mesh", lambda: None)(),):
-        if current is not None and bridge.mesh_on_slice(current):
-            return current
-    return None
-
-
-def _asked_device():
-    """The device that the program has made its default; None without one."""
-    from jax._src import config
-
-    return config.default_device.value
 
 
 # core: operations outside of jit
@@ -121,10 +93,10 @@ def _is_large(primitive, args, params):
     if "ids" not in bridge._known:
         return False
     try:
-        results = _results(primitive, _avals(args), params)
+        results = _results(primitive, args, params)
     except Exception:
         return False
-    return any(_bytes(aval) > MOST_BYTES for aval in results)
+    return any(bodies.bytes_of(aval) > MOST_BYTES for aval in results)
 
 
 def _is_split(primitive, args, params):
@@ -135,14 +107,14 @@ def _is_split(primitive, args, params):
     if mesh is None or mesh.size == 1 or not own:
         return False
     try:
-        results = _results(primitive, _avals(args), params)
+        results = _results(primitive, args, params)
     except Exception:
         return False
     return any(map(shardings.is_large, results))
 
 
-def _results(primitive, avals, params):
-    results = primitive.abstract_eval(*avals, **params)[0]
+def _results(primitive, args, params):
+    results = primitive.abstract_eval(*map(aval_of, args), **params)[0]
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -156,9 +128,8 @@ def _operation(primitive, args, params):
     if primitive.name == "sharding_constraint":
         return put(args[0], params["sharding"])
     arrays.check(args)
-    avals = _avals(args)
-    mesh = context_mesh()
-    results = _results(primitive, avals, params)
+    mesh = shardings.context_mesh()
+    results = _results(primitive, args, params)
     calls.count_operation(primitive.name)
     sources = arrays.sources(args)
     outs = [
@@ -191,7 +162,7 @@ def put(value, where):
         old = value.sharding if arrays.is_slice_array(value) else first_device()
         place = old if kind is None else old.with_memory_kind(kind)
         return stand_in(aval, place, sources=_moved(value, place))
-    if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
+    if not bridge.on_slice(target) and bodies.bytes_of(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
     # Where it lies already, jax gives the array itself under another name.
     buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
@@ -355,9 +326,7 @@ def patch_jit(pjit):
         if not _belongs_to_slice(args, params):
             with bridge.Cpu():
                 return real(*args, **params)
-        outs = jit_call(args, params)
-        more = _extras(real)
-        return (outs, *more)
+        return (jit_call(args, params), *_extras(real))
 
     pjit._pjit_call_impl_python = call
 
@@ -372,24 +341,25 @@ def _extras(real):
 
 
 def _belongs_to_slice(args, params):
+    from jax._src import config
+
     jaxpr = params["jaxpr"]
     if any(map(arrays.is_slice_array, args)):
         return True
-    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.inner(jaxpr).consts):
+    if arrays.refs_on_slice(args) or arrays.refs_on_slice(shardings.Inner(jaxpr).consts):
         return True
-    for where in (*params["in_shardings"], *params["out_shardings"]):
-        if bridge.is_sharding(where) and bridge.on_slice(where):
-            return True
+    if any(map(bridge.on_slice, (*params["in_shardings"], *params["out_shardings"]))):
+        return True
     if bridge.mesh_on_slice(params.get("ctx_mesh")):
         return True
-    default = _asked_device()
+    default = config.default_device.value  # None where the program has made none
     if default is not None and not isinstance(default, str):
         return bridge.is_slice_device(default)
     if any(getattr(arg, "_committed", False) for arg in args):
         return False
     if not is_own(jaxpr, params.get("name")):
         return True
-    if any(_bytes(aval) > MOST_BYTES for aval in shardings.inner(jaxpr).outvars_avals()):
+    if any(bodies.bytes_of(aval) > MOST_BYTES for aval in shardings.Inner(jaxpr).outvars_avals()):
         bridge.slice_devices()
         return True
     return shardings.names_slice(jaxpr)
@@ -401,7 +371,7 @@ _jitted = set()
 
 def is_own(jaxpr, name=""):
     """Whether jax itself calls its function or operation, rather than the program one that it jitted, or a loop."""
-    source = shardings.inner(jaxpr).source
+    source = shardings.Inner(jaxpr).source
     if not shardings.is_of_jax(source) or source in _jitted:
         return False
     return bodies.flow_in(jaxpr, name) is None
@@ -500,7 +470,8 @@ def patch_stages(stages):
 
     @functools.wraps(real_compile)
     def compile(self, *args, **kwargs):
-        if not calls.is_for_slice(self._lowering):
+        devices = calls.device_assignment(self._lowering)
+        if not devices or not bridge.is_slice_device(devices[0]):
             return real_compile(self, *args, **kwargs)
         from systolic_capture import compiled
 

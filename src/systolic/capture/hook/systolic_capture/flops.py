@@ -19,7 +19,7 @@ def needed(call):
 
         from systolic_capture import shardings
 
-        body = shardings.inner(call.params["jaxpr"]).jaxpr
+        body = shardings.Inner(call.params["jaxpr"]).jaxpr
         return of_jaxpr(partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0])
     except Exception:
         return 0.0

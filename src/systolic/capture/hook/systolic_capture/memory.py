@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import threading
 
 from systolic_capture import bridge, report, saving
@@ -72,9 +73,7 @@ def _lies(sharding, shape, itemsize):
         divided = 1
     except Exception:  # it does not divide the array
         part, divided = shape, len(devices)
-    size = itemsize
-    for dim in part:
-        size *= int(dim)
+    size = itemsize * math.prod(map(int, part))
     kind = "unpinned_host" if is_on_host(sharding) else "device"
     return (devices, kind), -(-size // divided)
 

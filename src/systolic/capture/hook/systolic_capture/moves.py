@@ -233,7 +233,9 @@ def _across(source, target, shape, itemsize):
             lacking -= there
             if len(there) * len(lacking) > MOST_PAIRS:
                 continue
-            crossing = sum(max(0, _size(box) - _shared(box, there)) for box in lacking)
+            crossing = sum(
+                max(0, _size(box) - sum(_common(box, other) for other in there)) for box in lacking
+            )
             links = chips // size * (2 if closed and size > 2 else 1)
             if crossing:
                 cut = frozenset([(axis, inside)])
@@ -247,10 +249,6 @@ def _sides(size, closed):
         return [frozenset((begin + n) % size for n in range(size // 2)) for begin in range(size)]
     ends = range(1, size)
     return [frozenset(range(*side)) for end in ends for side in ((0, end), (end, size))]
-
-
-def _shared(box, others):
-    return sum(_common(box, other) for other in others)
 
 
 def _by_size(direction, sizes):

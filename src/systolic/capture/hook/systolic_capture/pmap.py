@@ -244,14 +244,11 @@ def _hashed(value):
 
 
 def _placed(shape, dtype, devices):
-    from jax._src import core, dtypes
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    if hasattr(dtypes, "canonicalize_dtype"):
-        dtype = dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     mesh = Mesh(np.array(devices), (UNNAMED,))
     where = NamedSharding(mesh, PartitionSpec(UNNAMED))
-    return dispatch.stand_in(core.ShapedArray((len(devices), *shape), dtype), where)
+    return dispatch.array_of((len(devices), *shape), dtype, where)
 
 
 def _replicated(x, devices):

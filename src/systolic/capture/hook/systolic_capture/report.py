@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import types
 
 FOLDER = os.environ.get("SYSTOLIC_CAPTURE", "")
 PARENT = "parent.lock"
@@ -19,46 +20,11 @@ LEAST_JAX = (0, 5, 0)
 _lock = threading.Lock()
 
 
-class LentCompiler:
-    """The parent's libtpu, for an environment without one."""
-
-    def __init__(self, path, version):
-        self.path, self.version = path, version
-
-
-class ParentRequest:
-    """Request of the parent, from request.json."""
-
-    def __init__(
-        self,
-        topology,
-        num_hosts=1,
-        device_bytes=0,
-        libtpu=None,
-        step=None,
-        quick=False,
-        limit_seconds=1200,
-        torus=(),
-    ):
-        self.topology = topology
-        """Arguments of libtpu's description of the slice."""
-        self.num_hosts, self.device_bytes = num_hosts, device_bytes
-        self.libtpu = None if libtpu is None else LentCompiler(**libtpu)
-        self.step = step
-        """Name of the step's function; None for the one that repeats."""
-        self.quick = quick
-        """Whether the compile stops at the schedule."""
-        self.torus = torus
-        """Along each axis of a slice its chips, and whether it is closed to a ring."""
-        self.limit_seconds = limit_seconds
-        """Seconds after which what has been called is all there is."""
-
-
 @functools.cache
 def request():
-    """The parent's request."""
+    """The parent's ``CaptureRequest``, as it wrote it to request.json."""
     with open(os.path.join(FOLDER, "request.json")) as file:
-        return ParentRequest(**json.load(file))
+        return types.SimpleNamespace(**json.load(file))
 
 
 def say(**record):
@@ -92,14 +58,14 @@ def check_environment():
         lent = request().libtpu
         if lent is None:
             refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
-        os.environ["TPU_LIBRARY_PATH"] = lent.path
+        os.environ["TPU_LIBRARY_PATH"] = lent["path"]
         os.environ[LENT] = "1"
 
 
 def libtpu():
     """Version of the compiler, and whether it is the parent's: the environment has none then."""
     if os.environ.get(LENT):
-        return request().libtpu.version, True
+        return request().libtpu["version"], True
     return version_of("libtpu"), False
 
 

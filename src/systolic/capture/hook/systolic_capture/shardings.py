@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import re
 
@@ -42,11 +43,6 @@ class Inner:
         return [var.aval for var in self.jaxpr.outvars]
 
 
-def inner(jaxpr):
-    """The body of a jaxpr."""
-    return Inner(jaxpr)
-
-
 _root = []
 
 
@@ -59,30 +55,25 @@ def is_of_jax(source):
     return _root[0] in source
 
 
-def names_slice(jaxpr):
-    """Whether a sharding in the body is one of the slice."""
+def _inside(jaxpr):
+    """Shardings of the slice that the body names."""
     from jax._src import dispatch
 
-    body = inner(jaxpr).jaxpr
     try:
-        places = dispatch.get_intermediate_shardings(body)
+        places = dispatch.get_intermediate_shardings(Inner(jaxpr).jaxpr)
     except Exception:
-        return False
-    return any(bridge.on_slice(place[0]) for place in places)
+        return []
+    return [place for place, _ in places if bridge.on_slice(place)]
+
+
+def names_slice(jaxpr):
+    """Whether a sharding in the body is one of the slice."""
+    return bool(_inside(jaxpr))
 
 
 def concrete_mesh(jaxpr):
     """A mesh of the slice that the body names; None without one."""
-    from jax._src import dispatch
-
-    try:
-        places = dispatch.get_intermediate_shardings(inner(jaxpr).jaxpr)
-    except Exception:
-        return None
-    for sharding, _ in places:
-        if bridge.on_slice(sharding) and hasattr(sharding, "mesh"):
-            return sharding.mesh
-    return None
+    return next((place.mesh for place in _inside(jaxpr) if hasattr(place, "mesh")), None)
 
 
 def placed(aval, sharding):
@@ -153,14 +144,14 @@ def of_results(args, params, mesh, first_device, partitioned):
         first_device: Makes the sharding of what nothing places.
         partitioned: What the partitioner and the compiler choose: :class:`Partitions`.
     """
-    body = inner(params["jaxpr"])
+    body = Inner(params["jaxpr"])
     avals = body.outvars_avals()
     mesh = mesh or mesh_of(args) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
     known = [
         arg.sharding if arrays.is_slice_array(arg) and arg._committed else None for arg in args
     ]
     for index, place in enumerate(params["in_shardings"]):
-        if bridge.is_sharding(place) and bridge.on_slice(place):
+        if bridge.on_slice(place):
             known[index] = place
     inside = flow(params["jaxpr"], known)
     if mesh is None:
@@ -216,7 +207,7 @@ def _on_one_device(avals, params, inside, single, committed):
     """Sharding of each result where no mesh is: as declared, else on the device of the arguments, in the body's memory."""
     answer = []
     for declared, aval, flowed in zip(params["out_shardings"], avals, inside, strict=True):
-        if bridge.is_sharding(declared) and bridge.on_slice(declared):
+        if bridge.on_slice(declared):
             answer.append((declared, True))
         else:
             answer.append((in_memory(single, aval, flowed), committed))
@@ -246,10 +237,7 @@ def hoists():
 
 def of_loose(args, params, mesh):
     """Sharding to which a call takes each argument that is committed nowhere: the declared one, or all devices of its mesh, or those of the others; None of one that stays."""
-    declared = [
-        where if bridge.is_sharding(where) and bridge.on_slice(where) else None
-        for where in params["in_shardings"]
-    ]
+    declared = [where if bridge.on_slice(where) else None for where in params["in_shardings"]]
     committed = [arg for arg in args if arrays.is_slice_array(arg) and arg._committed]
     mesh = mesh or mesh_of(committed) or concrete_mesh(params["jaxpr"]) or _given_mesh(params)
     alone = committed[0].sharding if committed else None
@@ -271,10 +259,7 @@ def _divides(sharding, aval):
 
 def is_large(aval):
     """Whether it matters where a value lies."""
-    size = 1
-    for dim in getattr(aval, "shape", ()):
-        size *= dim
-    return size > 1 << 16
+    return math.prod(getattr(aval, "shape", ())) > 1 << 16
 
 
 def _given_mesh(params):
@@ -318,7 +303,7 @@ def flow(jaxpr, known):
     """Shardings of a body's results as far as constraints and operations on whole elements say; None elsewhere."""
     from jax._src import core
 
-    body = inner(jaxpr).jaxpr
+    body = Inner(jaxpr).jaxpr
     env = {}
 
     def read(atom):
@@ -344,16 +329,16 @@ def _through(eqn, ins):
         constraint = params["sharding"]
         inside = getattr(constraint, "mesh", None)
         if inside is not None and not bridge.is_concrete(inside):
-            mesh = next((where.mesh for where in ins if hasattr(where, "mesh")), None) or _context()
+            mesh = (
+                next((where.mesh for where in ins if hasattr(where, "mesh")), None)
+                or context_mesh()
+            )
             return [None if mesh is None else _concrete(constraint, mesh)]
         return [constraint if bridge.on_slice(constraint) else None]
     if name == "device_put":
         return [_put(where, target) for where, target in zip(ins, params["devices"], strict=True)]
     if name in ("pjit", "jit"):
-        declared = [
-            where if bridge.is_sharding(where) and bridge.on_slice(where) else None
-            for where in params["out_shardings"]
-        ]
+        declared = [where if bridge.on_slice(where) else None for where in params["out_shardings"]]
         flowed = flow(params["jaxpr"], ins)
         return [where or other for where, other in zip(declared, flowed, strict=False)]
     if name == "scan":
@@ -390,7 +375,7 @@ def _of_shards(params, index):
     """The sharding of a result of ``shard_map``; None where its mesh is not of the slice."""
     from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = params["mesh"] if bridge.is_concrete(params["mesh"]) else _context()
+    mesh = params["mesh"] if bridge.is_concrete(params["mesh"]) else context_mesh()
     if mesh is None or not bridge.mesh_on_slice(mesh):
         return None
     if "out_specs" in params:
@@ -401,7 +386,8 @@ def _of_shards(params, index):
     )
 
 
-def _context():
+def context_mesh():
+    """The mesh that the program has set, on the slice; None without one."""
     from jax._src import mesh
 
     current = mesh.get_concrete_mesh() if hasattr(mesh, "get_concrete_mesh") else None
@@ -428,7 +414,7 @@ class Partitions:
     def __init__(self, name, jaxpr, lower, compile=None):
         self._name, self._jaxpr, self._lower = name, jaxpr, lower
         self._compile = compile or self._least
-        self._number = len(inner(jaxpr).outvars_avals())
+        self._number = len(Inner(jaxpr).outvars_avals())
 
     def of_pass(self, mesh):
         """Sharding of each result, None of one that the pass does not reach; None where there is no such pass."""
@@ -506,7 +492,7 @@ def of_lowered(lowering, number, mesh):
             return None
         text = module.get_asm(large_elements_limit=16)
         opaque = None in results and _OPAQUE.search(text)
-        whole = None if opaque else _whole(next(iter(meshes.values())))
+        whole = None if opaque else replicated(next(iter(meshes.values())))
         return [whole if one is None else _sharding(one, meshes) for one in results]
     except Exception:
         return None
@@ -640,12 +626,6 @@ def _is_same(mesh, other):
     return tuple(mesh.shape.items()) == tuple(other.shape.items()) and tuple(
         mesh.devices.flat
     ) == tuple(other.devices.flat)
-
-
-def _whole(mesh):
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    return NamedSharding(mesh, PartitionSpec())
 
 
 def _sharding(text, meshes):

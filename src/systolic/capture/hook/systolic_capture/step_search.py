@@ -119,7 +119,7 @@ def beside_each_other(threads):
     steps = [within(thread.sequence, thread.length) for thread in threads]
     begin = max(thread.numbers[0] for thread in threads)
     counts = [
-        max(1, sum(thread.numbers[n] >= begin for n in _ends_of(thread.sequence, step)))
+        max(1, sum(thread.numbers[n] >= begin for n in ends_of(thread.sequence, step)))
         for thread, step in zip(threads, steps, strict=True)
     ]
     numbers, periodic, skipped = [], [], []
@@ -136,11 +136,11 @@ def beside_each_other(threads):
     return joined
 
 
-def _ends_of(sequence, step):
+def ends_of(sequence, step):
     """Numbers of the last calls of all steps that are like one."""
     call = sequence[step.numbers[-1]].call
     times = sum(sequence[n].call is call for n in step.numbers)
-    return [n for n, entry in enumerate(sequence) if entry.call is call][::-1][::times]
+    return [n for n, entry in enumerate(sequence) if entry.call is call][::-1][::times][::-1]
 
 
 def left_out(sequence, step, after=()):
@@ -218,15 +218,13 @@ def _same(kinds):
     return same
 
 
-def repeats(sequence, length, end=None):
-    """How often the last calls before ``end`` repeat."""
-    last = len(sequence) if end is None else end
-    same = 0
-    for n in range(last - 1, length - 1, -1):
-        if sequence[n].call.key != sequence[n - length].call.key:
-            break
-        same += 1
-    return 1 + same // length
+def repeats(sequence, length):
+    """How often the last calls repeat."""
+    pairs = zip(
+        reversed(sequence), itertools.islice(reversed(sequence), length, None), strict=False
+    )
+    same = itertools.takewhile(lambda pair: pair[0].call.key == pair[1].call.key, pairs)
+    return 1 + sum(1 for _ in same) // length
 
 
 def is_linked(sequence, length):
@@ -247,19 +245,14 @@ def hands_on(sequence, length):
     )
 
 
-def _is_alike(before, now, constant):
-    """Whether a call has, by bytes, large arrays that the call before had and that are not constant."""
-    known = {serial for serial, _ in before} - constant
-    same = sum(size for serial, size in now if serial in known)
-    return same > SAME * sum(size for _, size in now)
-
-
 def is_unchanged(sequence, now, before, constant=frozenset()):
-    """Whether calls, by their numbers, have large arguments of those before them."""
-    return any(
-        _is_alike(sequence[b].ids, sequence[n].ids, constant)
-        for n, b in zip(now, before, strict=True)
-    )
+    """Whether one of some calls has, by bytes, large arrays that the call before had and that are not constant."""
+    for n, b in zip(now, before, strict=True):
+        known = {serial for serial, _ in sequence[b].ids} - constant
+        same = sum(size for serial, size in sequence[n].ids if serial in known)
+        if same > SAME * sum(size for _, size in sequence[n].ids):
+            return True
+    return False
 
 
 def within(sequence, length):
@@ -272,8 +265,7 @@ def within(sequence, length):
         return _chain(sequence, longer) or _small(sequence, longer)
     inner = period(rest)
     step = within(rest, inner) if inner and is_linked(rest, inner) else CalledStep([last])
-    names = {entry.call.name for entry in sequence[-length:]}
-    step.evaluations |= names - {sequence[n].call.name for n in step.numbers}
+    step.evaluations |= names_in(sequence, length) - {sequence[n].call.name for n in step.numbers}
     return step
 
 
@@ -411,7 +403,10 @@ def _chain(sequence, length):
         return None
     groups = [chain[at : at + size] for at in range(0, len(chain), size)]
     before = [[n - length for n in groups[-1]], *groups]
-    if not all(_takes(sequence, now, last) for last, now in itertools.pairwise(before)):
+    if not all(
+        any(born in last for n in now for born in sequence[n].links[1])
+        for last, now in itertools.pairwise(before)
+    ):
         return None  # the layers of one step
     if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length, end)):
         return None
@@ -431,11 +426,6 @@ def _chain(sequence, length):
     if not rare:
         return CalledStep(sorted(step)) if len(step) < length else None
     return _sorted_out(sequence, sorted(step), rare)
-
-
-def _takes(sequence, now, before):
-    """Whether calls take what others made."""
-    return any(born in before for n in now for born in sequence[n].links[1])
 
 
 def _sorted_out(sequence, step, rare):
