@@ -52,15 +52,15 @@ def test_a_profile_becomes_a_calibration_that_a_forecast_takes(
     capsys: pytest.CaptureFixture[str], own_folder: Path, dump: Path
 ) -> None:
     assert main(["calibrate", V6E, "--name", "my-v6e"]) == 0
-    shown = capsys.readouterr().out
+    shown = _words(capsys.readouterr().out)
     assert "my-v6e: v6e, " in shown
     assert "host copies, too few for a range" in shown
     assert "B/s" in shown
-    assert f"wrote {own_folder / 'my-v6e.json'}" in _words(shown)
+    assert f"wrote {own_folder / 'my-v6e.json'}" in shown
     assert main(["calibrations"]) == 0
     assert capsys.readouterr().out.startswith("my-v6e  v6e  ")
     assert main(["calibrations", "my-v6e"]) == 0
-    assert _words(capsys.readouterr().out) in _words(shown)
+    assert _words(capsys.readouterr().out) in shown
     assert main(["calibrations", "my-v6e", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     factor = made["kinds"]["all-reduce"]["factor"]

@@ -178,6 +178,22 @@ def steady(load: Load, times: StepTimes, requests: float) -> Steady:
     )
 
 
+def burst_seconds(load: Load, times: StepTimes, state: Steady, count: int) -> float:
+    """Mean seconds to the first token of ``count`` requests that come at once to an idle engine.
+
+    Prompts of those that it holds are read one after the other; each further one waits until another ends.
+    """
+    held = min(float(count), state.requests)
+    prompt = load.chunks * (times.chunk + times.decode_seconds(held / 2))
+    inside, beyond = prompt * (held + 1) / 2, count - held
+    if not beyond:
+        return inside
+    # In the steady state they begin at the rate at which others end.
+    later = state.first_token_seconds + load.output_tokens * state.token_seconds
+    waits = later + (beyond / 2) / state.requests_per_second
+    return (held * inside + beyond * waits) / count
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
     """A step that was forecast: of an engine's decode, or of a prompt."""
