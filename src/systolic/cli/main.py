@@ -16,8 +16,10 @@ from systolic.cli.forms import (
     VerbForm,
     run_forms,
 )
+from systolic.core.arguments import WRITTEN_HERE, check_local
 from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.machine import set_up_xla
+from systolic.core.ranges import dashed
 from systolic.core.reporter import reporting
 from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
 from systolic.report.output import StderrReporter
@@ -396,7 +398,9 @@ VERBS = {
 
 OWN_BUCKETS = ("launch", "runs", "status", "logs", "stop")
 """Verbs that hand paths in buckets on to machines elsewhere."""
-WRITTEN = {"--run", "--resume", "--out"}
+INTO_BUCKETS = {"--run", "--resume"}
+"""Options whose path may be in a bucket, where it is written."""
+WRITTEN = INTO_BUCKETS | {f"--{dashed(name)}" for name in WRITTEN_HERE}
 """Options whose path is written."""
 
 
@@ -472,10 +476,8 @@ def _copied(args: list[str]) -> list[str]:
     for before, arg in zip(["", *args], args, strict=False):
         name, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
         written = {name, before} & WRITTEN
-        if "--out" in written and value.startswith(("s3://", "gs://")):
-            raise OptionError(
-                f"out is {value}, and results are written into a folder here; give --out FOLDER and copy it there"
-            )
+        for option in written - INTO_BUCKETS:
+            check_local(option, value)
         if value.startswith(("s3://", "gs://")) and not written:
             from systolic.runs.remote.mirror import pull
 

@@ -17,11 +17,12 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar
 
 from systolic.core.errors import OptionError, OutOfRangeError, nearest
+from systolic.core.option_words import is_in_bucket, path_text
 from systolic.core.ranges import complaint, dashed, ranged
 
 P = ParamSpec("P")
@@ -97,6 +98,24 @@ class OutputPath:
     """Beside a parameter's type: the path is written, which the command line tries before the work begins."""
 
 
+WRITTEN_HERE = frozenset(
+    ("out", "csv", "save", "html", "perfetto", "study", "keep", "save_traffic")
+)
+"""Parameters of public functions, and options, whose path is written on this machine: a run alone is written into a bucket."""
+
+
+def check_local(name: str, path: Path | str) -> None:
+    """Refuses a path in a bucket of what is written on this machine, where a folder ``gs:`` would come of it.
+
+    Raises:
+        OptionError: the path is in a bucket.
+    """
+    if is_in_bucket(path):
+        raise OptionError(
+            f"{name} is {path_text(path)}, and results are written on this machine; give a path here and copy it there"
+        )
+
+
 PYTHON = OptionWords(None)
 """A parameter that no word of a command line can give."""
 WRITTEN = OutputPath()
@@ -127,6 +146,9 @@ def command_of(function: Callable[P, R]) -> Callable[P, R]:
         texts = [name for name, value in bound.arguments.items() if isinstance(value, str)]
         spell = {name: f"--{dashed(name)}" for name in texts}
         bound.arguments.update(arguments(function, bound.arguments, lambda n: spell.get(n, n)))
+        for name in WRITTEN_HERE & bound.arguments.keys():
+            if isinstance(path := bound.arguments[name], str | Path):
+                check_local(name, path)
         return function(*bound.args, **bound.kwargs)
 
     return called
@@ -297,6 +319,8 @@ def _is(value: Any, kind: Any) -> bool:
 
 def _made(name: str, value: Any, kind: Any) -> Any:
     """The value that a type makes of another; ``NO_VALUE`` where it takes none such."""
+    if isinstance(value, PurePath) and typing.get_origin(kind) in (tuple, *_LISTS):
+        value = [value]
     if typing.get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         words = shlex.split(value.replace(",", " ")) if isinstance(value, str) else value
         return tuple(argument(name, word, typing.get_args(kind)[0]) for word in words)

@@ -109,12 +109,12 @@ def _words(value: Any) -> list[str]:
 _BUCKET = re.compile(r"(gs|s3):/+")
 
 
-def path_text(path: PurePath) -> str:
+def path_text(path: PurePath | str) -> str:
     """Text of a path; where it is of a bucket with both slashes, of which ``Path`` removes one."""
     return _BUCKET.sub(r"\1://", str(path)) if is_in_bucket(path) else str(path)
 
 
-def is_in_bucket(path: PurePath) -> bool:
+def is_in_bucket(path: PurePath | str) -> bool:
     """Whether a path has the scheme of a bucket, ``gs://`` or ``s3://``."""
     return _BUCKET.match(str(path)) is not None
 

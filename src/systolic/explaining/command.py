@@ -15,6 +15,7 @@ from systolic.compiling import StepKind
 from systolic.core.arguments import PYTHON, OptionWords, Required, Wording, command_of, explained_by
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.machine import bounded_workers
+from systolic.core.option_words import path_text
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import working
 from systolic.forecasting.command import forecast_command
@@ -241,7 +242,7 @@ def _name(target: Any) -> str:
     """Name of a target in messages."""
     if isinstance(target, Job | JobSource):
         return target.name if isinstance(target, Job) else target.recipe.target
-    return str(target) if isinstance(target, str | Path) else " ".join(target)
+    return path_text(target) if isinstance(target, str | Path) else " ".join(target)
 
 
 def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> ExplainedKind:
@@ -260,10 +261,10 @@ def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> Ex
         return kind
     if _is_hlo(path):
         return ExplainedKind.dump
-    if on is not None or options or recipes.is_named(str(target)):
+    if on is not None or options or recipes.is_named(path_text(target)):
         return ExplainedKind.recipe
     raise NotFoundError(
-        f"{target} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
+        f"{_name(target)} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
     )
 
 
@@ -309,7 +310,7 @@ def explain_step(  # noqa: PLR0913  the options of systolic explain RECIPE
     from systolic.explaining.explainer import RecipeStep
     from systolic.forecasting.calibrations import given_with
 
-    source = source_of(str(job) if isinstance(job, Path) else job, options)
+    source = source_of(path_text(job) if isinstance(job, Path) else job, options)
     place = slice(on) if isinstance(on, str) else on
     of = RecipeStep(
         recipe=source.recipe,
@@ -375,7 +376,7 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
     known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
     with working(f"{of.recipe.target} for {of.on.name}"):
         if other is not None:
-            return compare(of, other, known, (str(path), str(against)))
+            return compare(of, other, known, (path_text(path), path_text(against)))
         explainer = replace(
             of.explainer(), remedies=remedies, workers=bounded_workers(workers), given=known
         )
@@ -400,8 +401,8 @@ def explain_run(path: Path | str, *, quick: bool = False, trust: bool = False) -
     """
     from systolic.explaining.runs import explain_run as explained
 
-    with working(str(path)):
-        return replace(explained(Path(path), quick=quick, trust=trust), target=str(path))
+    with working(path_text(path)):
+        return replace(explained(Path(path), quick=quick, trust=trust), target=path_text(path))
 
 
 @command_of
@@ -432,17 +433,17 @@ def explain_profile(
     from systolic.explaining.profiles import explain_profile as explained
 
     if against:
-        check(str(against))
-    with working(str(path)):
+        check(path_text(against))
+    with working(path_text(path)):
         explanation = explained(
             Path(path),
             remedies=remedies,
             workers=bounded_workers(workers),
             trust=trust,
             chip=chip,
-            against=str(against),
+            against=path_text(against),
         )
-    return replace(explanation, target=str(path))
+    return replace(explanation, target=path_text(path))
 
 
 # Programs that no recipe made

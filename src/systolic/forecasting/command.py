@@ -28,7 +28,7 @@ from systolic.core.arguments import (
 )
 from systolic.core.errors import OptionError, TakenError
 from systolic.core.files import write_atomically
-from systolic.core.option_words import option_words
+from systolic.core.option_words import option_words, path_text
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.reporter import reporter, working
 from systolic.forecasting.cost import ForecastCommand
@@ -183,9 +183,9 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
     settings = StepSettings(
         step=step, flags=flags, quick=quick, trips=trips, costs=costs, calibration=calibration
     )
-    if isinstance(what, str | Path) and is_dump(str(what)):
+    if isinstance(what, str | Path) and is_dump(path_text(what)):
         values = {"step": step, "flags": flags, "quick": quick, "save": save, "vary": vary}
-        _refuse_options_of_a_step(str(what), {**values, **options})
+        _refuse_options_of_a_step(path_text(what), {**values, **options})
         return forecast_dump(
             what,
             on=on,
@@ -195,7 +195,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
             costs=costs,
             calibration=calibration,
         )
-    job = str(what) if isinstance(what, Path) else what
+    job = path_text(what) if isinstance(what, Path) else what
     if is_table(on, vary, csv):
         check_no_table(save=save, against=against)
         return _written(_table_of(job, on, vary, settings, options), csv)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, nearest_file, write_atomically
+from systolic.core.option_words import path_text
 from systolic.core.reporter import reporter
 from systolic.data.text.stops import Finish
 
@@ -74,7 +75,7 @@ class GeneratedTexts:
         """Plain values: those of one text beside the model's, several as ``answers``."""
         answers = [text.to_json() for text in self.texts]
         record = answers[0] if len(answers) == 1 else {"answers": answers}
-        return {"run": str(self.path), "step": self.step, **record, "seconds": self.seconds}
+        return {"run": path_text(self.path), "step": self.step, **record, "seconds": self.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class FileAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"file": str(self.file), **self.answer}
+        return {"file": path_text(self.file), **self.answer}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +120,7 @@ class Predictions:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: ``predictions``, or what was written."""
-        record = {"run": str(self.path), "step": self.step}
+        record = {"run": path_text(self.path), "step": self.step}
         if self.out is None:
             return {**record, "predictions": [each.to_json() for each in self.answers]}
         if self.outputs:
@@ -144,7 +145,7 @@ class MeasuredModel:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "run": str(self.path),
+            "run": path_text(self.path),
             "step": self.step,
             "metrics": {name: dict(values) for name, values in self.metrics.items()},
             "baselines": dict(self.baselines),
@@ -176,7 +177,7 @@ def check_files(files: Sequence[Path | str]) -> None:
     """
     if not any(Path(file).is_file() for file in files):
         raise NotFoundError(
-            f"{files[0]} is not a file{nearest_file(Path(files[0]))}; check the path"
+            f"{path_text(files[0])} is not a file{nearest_file(Path(files[0]))}; check the path"
         )
 
 

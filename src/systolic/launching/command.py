@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from systolic.chips import Slice
 from systolic.core.arguments import OptionWords, Required, TextWord, Wording, command_of
-from systolic.core.option_words import command_line, option_words
+from systolic.core.option_words import command_line, option_words, path_text
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter
 from systolic.recipes.jobs.source import JobSource
@@ -236,10 +236,10 @@ def launch_server(  # noqa: PLR0913  the options of systolic launch serve
         keys_secret=keys_secret,
     )
     description = describe_server(
-        str(bundle),
+        path_text(bundle),
         on=slice(on) if isinstance(on, str) else on,
         words=served_words(serve),
-        made_by=made_by(launch_server, ["serve", str(bundle)], values),
+        made_by=made_by(launch_server, ["serve", path_text(bundle)], values),
         names=(model, name),
         image=image,
         purchase=Purchase.spot if spot else Purchase.on_demand,
@@ -349,7 +349,7 @@ def status(name: Annotated[Path | str, NAME, TextWord("NAME")]) -> "LaunchState"
     from systolic.launching.record import listed
     from systolic.launching.state import state_of
 
-    return state_of(listed(str(name)))
+    return state_of(listed(path_text(name)))
 
 
 @command_of
@@ -378,8 +378,8 @@ def logs(
     from systolic.launching.record import find
     from systolic.launching.state import output_of
 
-    launched = find(str(name))
-    return output_of(launched, str(name), follow=follow, last=lines, process=process)
+    launched = find(path_text(name))
+    return output_of(launched, path_text(name), follow=follow, last=lines, process=process)
 
 
 @command_of
@@ -396,4 +396,4 @@ def stop(name: Annotated[Path | str, NAME, TextWord("NAME")]) -> "Stopped":
     from systolic.launching import lifecycle
     from systolic.launching.record import find
 
-    return lifecycle.stop(find(str(name)))
+    return lifecycle.stop(find(path_text(name)))

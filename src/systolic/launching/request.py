@@ -16,7 +16,7 @@ from systolic.chips import Slice, slice
 from systolic.core.distribution import lock, python, write_wheel
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import write_atomically
-from systolic.core.option_words import is_in_bucket, option_words
+from systolic.core.option_words import is_in_bucket, option_words, path_text
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter, working
 from systolic.launching.gke_serve import GkeServer
@@ -180,7 +180,7 @@ def request_of(
         on=slice(on) if isinstance(on, str) else on,
         made_by=made_by,
         train=words_of("train", options["train"]),
-        run=str(options["run"]),
+        run=path_text(options["run"]),
         purchase=_purchase(options),
         site=Site(**{each.name: options[each.name] for each in fields(Site)}),
         slurm=SlurmOptions(

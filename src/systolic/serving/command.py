@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from systolic.core.arguments import OptionWords, command_of, explained_by
 from systolic.core.errors import MissingExtraError, OptionError, extra
+from systolic.core.option_words import path_text
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.core.reporter import reporter, working
 from systolic.job import Precision, ServedCache
@@ -150,7 +151,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         OptionError: options that contradict each other, a name is given twice or has signs that a path of the server can't have, or the host is no address of this machine.
         RunError: a model can't be opened, or the port can't be listened on.
     """
-    words = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
+    words = [path_text(model) for model in ([models] if isinstance(models, str | Path) else models)]
     with extra("systolic serve", "serve"):
         from systolic.serving.http.process import Address
     from systolic.serving import server
@@ -300,5 +301,5 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         )
     except ImportError as error:
         raise MissingExtraError("systolic batch", "serve") from error
-    with working(f"batch {model}"):
-        return run_batch(str(model), Path(source), Path(out), settings, in_flight)
+    with working(f"batch {path_text(model)}"):
+        return run_batch(path_text(model), Path(source), Path(out), settings, in_flight)

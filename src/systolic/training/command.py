@@ -121,7 +121,7 @@ def train(  # noqa: PLR0913  the options of systolic train
     )
     source = _planned(job, plan, candidate, options, audience.warn)
     if continue_ and _begun(_path(run)):
-        return _again(source, settings, Path(str(run)), _path(init_from), audience, ledger)
+        return _again(source, settings, Path(run or ""), _path(init_from), audience, ledger)
     return start(
         source,
         settings,
