@@ -13,11 +13,12 @@ from PIL import Image
 
 import systolic
 from systolic.cli.main import main
+from systolic.core.errors import DataError
 from systolic.formats.matrices import formats_of, matrices_in
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
-from systolic.quantizing.calibration import largest_of
+from systolic.quantizing.calibration import largest_of, moments_of
 from systolic.quantizing.quantize import Evaluated, quantize
 from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose
@@ -208,3 +209,32 @@ def test_wrong_calibration_of_a_text_model_is_one_line(
     assert said in lines[-1]
     assert not (tmp_path / "a").exists()
     assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def test_moments_of_lines_together_are_the_sums_of_those_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of several lengths are padded to the longest, and a batch with empty rows; neither counts."""
+    monkeypatch.setattr("systolic.quantizing.calibration.LEAST_TOKENS", 1)
+    source = tmp_path / "encoder"
+    encoder_folder(source)
+    model, known = systolic.open(source), matrices_in(open_source(source))
+    int4 = MatrixFormat(format=WeightFormat.int4, group=16)
+    paths = [path for path, matrix in known.items() if matrix.watched]
+    formats = {path: int4 for path in paths if path.startswith("blocks/")}
+    lines = ["the capital", "the capital of Spain is Madrid, yes or no", "no"]
+    sums = {}
+    for name, part in {"all": lines, **{line: [line] for line in lines}}.items():
+        (tmp_path / "lines.txt").write_text("\n".join(part))
+        sums[name] = moments_of(model, known, formats, tmp_path / "lines.txt")
+    for path in formats:
+        parts = sum(sums[line][path] for line in lines)
+        np.testing.assert_allclose(sums["all"][path], parts, rtol=1e-3, atol=1e-3)
+
+
+def test_too_few_tokens_are_no_calibration_of_codes_of_4_bits(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("the capital of Spain")
+    known = matrices_in(open_source(source))
+    formats = formats_of(known, MatrixFormat(format=WeightFormat.int4, group=16), ["embedding"])
+    with pytest.raises(DataError, match="tokens; give a text of 128 or more"):
+        moments_of(systolic.open(source), known, formats, tmp_path / "few.txt")

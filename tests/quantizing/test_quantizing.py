@@ -28,9 +28,10 @@ from systolic.inference.model import PreparedModel, TrainedModel, set_up_here
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized.codes import Quantized, held_dtype
+from systolic.quantizing.calibration import moments_of
 from systolic.quantizing.quantize import Evaluated, quantize
 from systolic.quantizing.rounder import Rounder
-from systolic.quantizing.sensitivity import Measure, choose, moments_of
+from systolic.quantizing.sensitivity import Measure, choose
 from systolic.report.output import print_json
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.restored import restored_on_cpu
@@ -313,7 +314,7 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
 ) -> None:
     # One document that fills rows: transformers sees no ends of others in them.
     (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
-    monkeypatch.setattr("systolic.quantizing.sensitivity.CALIBRATION_BATCHES", 1)
+    monkeypatch.setattr("systolic.quantizing.calibration.CALIBRATION_BATCHES", 1)
     model = systolic.open(source)
     known = matrices_in(open_source(source))
     formats = formats_of(known, NARROW, [])

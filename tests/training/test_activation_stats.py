@@ -9,7 +9,7 @@ import numpy as np
 from systolic.job import Batch
 from systolic.job.data import MASK
 from systolic.runs.weights import Weights
-from systolic.training.activation_stats import largest_inputs, watched
+from systolic.training.activation_stats import input_moments, largest_inputs, watched
 from tests.steps import tiny
 
 
@@ -27,10 +27,35 @@ def test_inputs_of_the_first_layer_are_normalised_embeddings() -> None:
     embedding = np.asarray(weights.params["embedding"], np.float64)
     rows = np.concatenate([embedding[np.asarray(one["tokens"]).ravel()] for one in batches])
     seen = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6)
-    assert sums is not None
     np.testing.assert_allclose(sums[path][0], seen.T @ seen, rtol=1e-4, atol=1e-2)
     np.testing.assert_allclose(largest[path][0], abs(seen).max(0), rtol=1e-4)
     assert (largest[path][1:] > 0).all()
     nothing = largest_inputs(made, weights, {path: (layers, width)}, iter(()))
     assert not nothing[path].any()
-    assert watched(made, weights, shapes, iter(()), jnp.add) is None
+
+
+def test_padding_does_not_count() -> None:
+    """Of RMSNorm, an input x of d features has x x^T of trace d: the sum counts the positions that are no padding."""
+    model = replace(tiny.MODEL, layers=2)
+    steps = tiny.steps(tiny.job(model=model, layout=tiny.ONE_DEVICE, batch=Batch(total=4)))
+    params, model_state = jax.jit(steps.network.init)(jax.random.key(0))
+    weights = Weights(params=params, model_state=model_state, step=0, skipped=0)
+    batch = dict(tiny.batch(steps, 0))
+    segments = np.ones_like(np.asarray(batch["segments"]))
+    segments[0, 5:] = segments[1] = 0
+    batch |= {"segments": jnp.asarray(segments), MASK: jnp.asarray([1.0, 1.0, 1.0, 0.0])}
+    counted, width = 5 + segments.shape[1], model.d_model
+    shapes = dict.fromkeys(("blocks/query", "blocks/mlp/up"), (model.layers, width, width))
+    for sums in input_moments(steps, weights, shapes, [batch]).values():
+        traces = np.trace(sums, axis1=1, axis2=2) / width
+        np.testing.assert_allclose(traces, counted, rtol=1e-3)
+    # The largest of a batch with outliers in the padding alone is that of the batch without them.
+    shapes = {"blocks/query": (model.layers, width)}
+    tokens = np.asarray(batch["tokens"])
+    assert 63 not in tokens[segments > 0]
+    batch["tokens"] = jnp.asarray(np.where(segments == 0, 63, tokens))
+    plain = largest_inputs(steps, weights, shapes, [batch])["blocks/query"]
+    params["embedding"] = params["embedding"].at[63, 0].set(1e3)
+    np.testing.assert_array_equal(
+        largest_inputs(steps, weights, shapes, [batch])["blocks/query"], plain
+    )

@@ -1,6 +1,7 @@
 """Calibration: data that stands for what a model will see, apart from what it is measured on, and the largest inputs of its matrices on it."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.core.files import nearest_file
 from systolic.core.reporter import reporter
+from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
@@ -19,11 +21,15 @@ from systolic.data.text.text_data import TextData
 from systolic.inference.evaluation import splits
 from systolic.inference.model import TrainedModel
 from systolic.job import Job, MatrixFormat, Split
-from systolic.quantizing.sensitivity import CALIBRATION_BATCHES
+from systolic.job.data import MASK
 
 if TYPE_CHECKING:
     from systolic.formats.matrices import Matrix
 
+CALIBRATION_BATCHES = 8
+"""Batches of a text or of recordings: the second moments of thousands of tokens change little with more."""
+MOST_MOMENTS = 16 * 10**9
+"""Bytes of moments that are held in memory."""
 EXAMPLES = 64
 """Most texts or pictures."""
 TOGETHER = 8
@@ -69,6 +75,38 @@ def largest_of(
     raise DataError(
         f"inputs of {path} are not finite numbers on {data or 'the training data'}; check the data and the weights"
     )
+
+
+def moments_of(
+    model: TrainedModel,
+    matrices: "Mapping[str, Matrix]",
+    formats: Mapping[str, MatrixFormat],
+    data: Path,
+) -> "dict[str, np.ndarray]":
+    """Second moments of the inputs of the matrices that go to 4 bits, over calibration data.
+
+    Raises:
+        DataError: there is too little of it, or a file can't be read.
+        OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
+    """
+    from systolic.training.activation_stats import input_moments
+
+    shapes = {
+        path: matrices[path].moments_shape
+        for path, how in formats.items()
+        if how.format.bits == 4 and matrices[path].watched
+    }
+    if not shapes:
+        raise OptionError(
+            "--calibrate has no effect: convolutions and experts are fitted to their weights alone; leave it out"
+        )
+    size = sum(4 * math.prod(shape) for shape in shapes.values())
+    if size > MOST_MOMENTS:
+        raise OptionError(
+            f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
+        )
+    reporter().stage(f"inputs of {len(shapes)} matrices")
+    return input_moments(model.setup.steps, model.weights, shapes, _batches(model, data))
 
 
 def check_calibration(
@@ -217,6 +255,8 @@ def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, A
     split = Split.train if path is None else splits(job, None)[0]
     with closing(evaluation(job, model.setup.steps, split)) as feed:
         batches = list(itertools.islice(feed, CALIBRATION_BATCHES))
+    if not batches:
+        raise DataError(f"the {split.value} split of {job.name} is empty; give other data")
     if isinstance(job.data, TextData):
         _check_tokens(
             path, sum(int((np.asarray(batch["segments"]) > 0).sum()) for batch in batches)
@@ -248,8 +288,11 @@ def _of_files(model: TrainedModel, path: Path) -> Iterator[Mapping[str, Any]]:
     examples = [model.job.data.load(example) for example in _spaced(files)]
     for start in range(0, len(examples), TOGETHER):
         part = examples[start : start + TOGETHER]
+        mask = (np.arange(TOGETHER) < len(part)).astype(np.float32)
         part += part[:1] * (TOGETHER - len(part))
-        yield {name: np.stack([example[name] for example in part]) for name in part[0]}
+        yield {name: np.stack([example[name] for example in part]) for name in part[0]} | {
+            MASK: mask
+        }
 
 
 def _spaced(items: Sequence[Any]) -> list[Any]:

@@ -36,8 +36,9 @@ from systolic.quantizing.calibration import (
     check_run,
     digests_at,
     largest_of,
+    moments_of,
 )
-from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, moments_of
+from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose
 from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,

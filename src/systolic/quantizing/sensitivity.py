@@ -13,7 +13,6 @@ from systolic.core.errors import OptionError
 from systolic.core.files import digest, write_json
 from systolic.core.reporter import reporter
 from systolic.core.store import cache_home
-from systolic.core.units import si
 from systolic.inference.evaluation import splits
 from systolic.inference.model import Metrics, TrainedModel
 from systolic.job import Job, MatrixFormat, Quantization
@@ -23,9 +22,6 @@ from systolic.steps.step_functions import StepFunctions
 from systolic.steps.tasks.language import LanguageModel
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from systolic.formats.matrices import Matrix
     from systolic.quantizing.rounder import Rounder
 
 
@@ -33,10 +29,6 @@ SEARCH_BATCHES = 8
 """Batches that say what a matrix alone costs, at most."""
 KEPT = "sensitivity"
 """Folder of the cache with what was measured."""
-CALIBRATION_BATCHES = 8
-"""Batches of calibration data: the second moments of thousands of tokens change little with more."""
-MOST_MOMENTS = 16 * 10**9
-"""Bytes of moments that are held in memory."""
 LEFT = 0.01
 """Share of its cost that a matrix is taken to keep after going from 4 bits to 8: the step is 16 times finer, the error's square 256. The same is
 tried of one whose activations are no longer rounded."""
@@ -281,36 +273,3 @@ def _more_bytes(rounder: "Rounder", path: str, how: MatrixFormat) -> int:
     if how.format.activations:
         return matrix.bytes(how)
     return max(matrix.bytes(wider) - matrix.bytes(how), 1)
-
-
-def moments_of(
-    model: TrainedModel,
-    matrices: "Mapping[str, Matrix]",
-    formats: Mapping[str, MatrixFormat],
-    data: Path,
-) -> "dict[str, np.ndarray]":
-    """Second moments of the inputs of the matrices that go to 4 bits, over the first batches of calibration data.
-
-    Raises:
-        OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
-    """
-    from systolic.training.activation_stats import input_moments
-
-    shapes = {
-        path: matrices[path].moments_shape
-        for path, how in formats.items()
-        if how.format.bits == 4 and matrices[path].watched
-    }
-    if not shapes:
-        raise OptionError(
-            "--calibrate has no effect: convolutions and experts are fitted to their weights alone; leave it out"
-        )
-    size = sum(4 * math.prod(shape) for shape in shapes.values())
-    if size > MOST_MOMENTS:
-        raise OptionError(
-            f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
-        )
-    reporter().stage(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
-    job = model.job_on(data)
-    steps, weights = model.setup.steps, model.weights
-    return input_moments(job, steps, weights, shapes, splits(job, None)[0], CALIBRATION_BATCHES)

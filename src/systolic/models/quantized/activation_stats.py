@@ -1,6 +1,9 @@
 """Second moments or largest magnitudes of the inputs of a module's matrices, as the gradient of arrays of zeros beside them."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,6 +11,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+_counted: ContextVar[Sequence[jax.Array]] = ContextVar("counted", default=())
+
+
+@contextmanager
+def counting(masks: Sequence[jax.Array]) -> Generator[None]:
+    """Sets which inputs count while products are traced: those of examples and positions that are no padding.
+
+    Args:
+        masks: bool[batch, positions], the first whose shape is that of the inputs counts them; the last, bool[batch],
+            inputs of whole examples.
+    """
+    token = _counted.set(masks)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+def _counts(dims: tuple[int, ...]) -> jax.Array:
+    """f32[inputs]: 1 for inputs that count, 0 for padding, of inputs with these dims before their features."""
+    for mask in _counted.get():
+        if dims[: mask.ndim] == mask.shape or dims == (mask.size,):
+            each = mask.reshape(-1, 1).astype(jnp.float32)
+            return jnp.broadcast_to(each, (mask.size, math.prod(dims) // mask.size)).ravel()
+    return jnp.ones(math.prod(dims), jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -57,31 +86,41 @@ def watched_input(spec: str, x: jax.Array, weights: Watched) -> jax.Array:
     operand, matrix = operands.split(",")
     summed = [operand.index(letter) for letter in matrix if letter not in out]
     kept = [dim for dim in range(x.ndim) if dim not in summed]
-    return _watched(x, weights.moments, (*kept, *summed))
+    counts = _counts(tuple(x.shape[dim] for dim in kept))
+    return _watched(x, weights.moments, counts, (*kept, *summed))
 
 
 def watched_channels(x: jax.Array, kernel: Watched) -> jax.Array:
     """``x`` [..., channels], the input of a convolution, whose gradient adds to that of its largest magnitudes."""
-    return _watched(x, kernel.moments, tuple(range(x.ndim)))
+    return _watched(x, kernel.moments, _counts(x.shape[:-1]), tuple(range(x.ndim)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _watched(x: jax.Array, moments: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    del moments, order
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _watched(
+    x: jax.Array, moments: jax.Array, counts: jax.Array, order: tuple[int, ...]
+) -> jax.Array:
+    del moments, counts, order
     return x
 
 
-def _forward(x: jax.Array, moments: jax.Array, order: tuple[int, ...]) -> tuple[jax.Array, Any]:
+def _forward(
+    x: jax.Array, moments: jax.Array, counts: jax.Array, order: tuple[int, ...]
+) -> tuple[jax.Array, Any]:
     del order
-    return x, (x, moments)
+    return x, (x, moments, counts)
 
 
-def _backward(order: tuple[int, ...], kept: Any, change: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, moments = kept
+def _backward(
+    order: tuple[int, ...], kept: Any, change: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, moments, counts = kept
     flat = x.transpose(order).reshape(-1, moments.shape[-1]).astype(jnp.float32)
+    flat = jnp.where(counts[:, None] > 0, flat, 0)
     if moments.ndim == 1:
-        return change, jnp.max(jnp.abs(flat), axis=0)
-    return change, jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
+        statistic = jnp.max(jnp.abs(flat), axis=0)
+    else:
+        statistic = jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
+    return change, statistic, jnp.zeros_like(counts)
 
 
 _watched.defvjp(_forward, _backward)
