@@ -28,7 +28,7 @@ class Reporter:
         """Shows how far a search, a study or a training is: a record of its own package."""
 
     def warn(self, text: str) -> None:
-        """One line that a user should read, now; results hold it too where they have warnings."""
+        """One line that a user should read, now; results that have ``warnings`` hold it too."""
 
 
 _current = Reporter()

@@ -2,7 +2,8 @@
 
 import reprlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,14 +71,11 @@ def generate(  # noqa: PLR0913  the options of systolic generate
 
     listed = read_prompts(prompts, file)
     Stops(stop)  # refuses an empty string before the run is opened
-    opened = _opened(model, checkpoint, trust)
-    later: list[str] = []
-    warn, opened.warn = opened.warn, later.append  # a text's warnings wait for the end of its line
     begun = time.perf_counter()
-    texts: list[TextCompletion] = []
     arguments: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
     arguments |= {"seed": seed, "chat": chat, "system": system}
-    try:
+    texts: list[TextCompletion] = []
+    with _opened(model, checkpoint, trust) as (opened, warnings), _held(opened) as show_warnings:
         # A prompt that is refused is refused before the first answer.
         streams = [opened.stream(prompt, **arguments) for prompt in listed]
         for number, (prompt, pieces) in enumerate(zip(listed, streams, strict=True)):
@@ -94,12 +92,14 @@ def generate(  # noqa: PLR0913  the options of systolic generate
             texts.append(
                 TextCompletion(prompt=prompt, text=text, finish=pieces.finish, seconds=seconds)
             )
-            while later:
-                warn(later.pop(0))
-    finally:
-        opened.warn = warn
-    seconds = time.perf_counter() - begun
-    return GeneratedTexts(path=_path(model), step=opened.step, texts=texts, seconds=seconds)
+            show_warnings()
+    return GeneratedTexts(
+        path=_path(model),
+        step=opened.step,
+        texts=texts,
+        seconds=time.perf_counter() - begun,
+        warnings=tuple(warnings),
+    )
 
 
 @command_of
@@ -149,15 +149,15 @@ def predict(
         check_out(listed, out)
     if not in_files(path):
         check_files(listed)
-    opened = _opened(model, checkpoint, trust)
-    if not opened.takes_texts:
-        check_files(listed)
-    if out is None:
-        predictions = answered(opened, listed)
-    else:
-        write = written_arrays if out.suffix == NPZ else written_rows
-        predictions = write(opened, listed, out)
-    return replace(predictions, path=path)
+    with _opened(model, checkpoint, trust) as (opened, warnings):
+        if not opened.takes_texts:
+            check_files(listed)
+        if out is None:
+            predictions = answered(opened, listed)
+        else:
+            write = written_arrays if out.suffix == NPZ else written_rows
+            predictions = write(opened, listed, out)
+    return replace(predictions, path=path, warnings=tuple(warnings))
 
 
 @command_of
@@ -188,13 +188,15 @@ def evaluate(
     from systolic.inference.results import MeasuredModel
 
     check_data(split, path)
-    opened = _opened(model, checkpoint, trust)
-    metrics = opened.evaluate(split, path=path, batches=batches)
+    with _opened(model, checkpoint, trust) as (opened, warnings):
+        metrics = opened.evaluate(split, path=path, batches=batches)
+        baselines = opened.baselines_of(path)
     return MeasuredModel(
         path=_path(model),
         step=opened.step,
         metrics=metrics,
-        baselines=opened.baselines_of(path),
+        baselines=baselines,
+        warnings=tuple(warnings),
     )
 
 
@@ -236,8 +238,11 @@ def _path(model: "TrainedModel | Path | str") -> Path:
     return model.path
 
 
-def _opened(model: "TrainedModel | Path | str", checkpoint: str, trust: bool) -> "TrainedModel":
-    """The model of a path; one that is open already as it is.
+@contextmanager
+def _opened(
+    model: "TrainedModel | Path | str", checkpoint: str, trust: bool
+) -> Generator[tuple["TrainedModel", list[str]]]:
+    """The model of a path, or one that is open already as it is, and the warnings until the end; those of a path are reported, too.
 
     Raises:
         OptionError: it is neither a path nor a model, or a checkpoint is chosen of one that is open already.
@@ -245,10 +250,39 @@ def _opened(model: "TrainedModel | Path | str", checkpoint: str, trust: bool) ->
     from systolic.inference.model import TrainedModel, open_model
 
     _path(model)
+    warnings: list[str] = []
+    tell = model.warn if isinstance(model, TrainedModel) else reporter().warn
+
+    def warn(line: str) -> None:
+        warnings.append(line)
+        tell(line)
+
     if not isinstance(model, TrainedModel):
-        return open_model(model, checkpoint, trust=trust, warn=reporter().warn)
+        yield open_model(model, checkpoint, trust=trust, warn=warn), warnings
+        return
     if checkpoint != "best":
         raise OptionError(
             f"{model!r} is open already, at its checkpoint; leave out checkpoint {checkpoint}, or give the run's path"
         )
-    return model
+    model.warn = warn
+    try:
+        yield model, warnings
+    finally:
+        model.warn = tell
+
+
+@contextmanager
+def _held(model: "TrainedModel") -> Generator[Callable[[], None]]:
+    """Holds a model's warnings back until the line of a text ends; yields what lets them go, which the end does too, however it comes."""
+    later: list[str] = []
+    warn, model.warn = model.warn, later.append
+
+    def show_warnings() -> None:
+        while later:
+            warn(later.pop(0))
+
+    try:
+        yield show_warnings
+    finally:
+        model.warn = warn
+        show_warnings()

@@ -70,6 +70,7 @@ class GeneratedTexts:
     texts: Sequence[TextCompletion]
     seconds: float
     """Seconds of all texts."""
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: those of one text beside the model's, several as ``answers``."""
@@ -107,6 +108,7 @@ class Predictions:
     """File of the answers of all rows, or of the outputs."""
     outputs: "Mapping[str, np.ndarray]" = field(default_factory=dict)
     """Outputs [examples, ...] of an exported program that are written to ``out``."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
@@ -141,6 +143,7 @@ class MeasuredModel:
     """By split, or by the path of other data."""
     baselines: Mapping[str, float]
     """Baselines of the metrics, such as the bits per byte of gzip."""
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
