@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import systolic
 from systolic.cli.main import main
+from systolic.core.errors import RunError
 from systolic.data.text.stops import Finish, Stops
 from systolic.inference.generation import Generator
-from systolic.inference.model import set_up_here
+from systolic.inference.model import read_prompts, set_up_here
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild
@@ -263,6 +265,14 @@ def test_a_damaged_best_checkpoint_gives_way_to_another(
     assert json.loads(out)["step"] == 2
     assert "checkpoint 3 is damaged" in err
     assert "; using step 2" in err
+    texts = systolic.generate(run, "one", tokens=4)
+    measured = systolic.evaluate(run, batches=1)
+    (tmp_path / "text.txt").write_text("one two three")
+    for result in (texts, measured, systolic.predict(run, tmp_path / "text.txt")):
+        (line,) = result.warnings
+        assert result.step == 2
+        assert line.startswith("checkpoint 3 is damaged")
+        assert line.endswith("; using step 2")
     (run / "checkpoints" / "3" / "manifest.json").write_text("")
     with Run.open(run) as opened:
         steps = set_up_here(rebuild(opened)[1], opened).steps
@@ -315,3 +325,30 @@ def test_a_template_that_leaves_the_system_message_out_is_noticed(reads: bool) -
     assert generator._leaves_out_system(said) is not reads
     assert not generator._leaves_out_system([user])
     assert not generator._leaves_out_system("hi")
+
+
+@pytest.mark.parametrize("error", [RunError("the model stopped"), KeyboardInterrupt()])
+def test_warnings_are_shown_where_a_later_text_fails(
+    error: BaseException, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text's warnings wait for the end of its line, and that may never come."""
+    model = systolic.open(trained / "run")
+
+    def stream(prompt: str, **_: object) -> Iterator[str]:
+        yield "a"
+        model.warn(f"{prompt} is long")
+        raise error
+
+    monkeypatch.setattr(model, "stream", stream)
+    with pytest.raises(type(error)):
+        systolic.generate(model, ["one", "two"])
+    assert model.warnings == ["one is long"]
+
+
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """U+2028, U+0085, a form feed and a carriage return are parts of a line, in JSON too."""
+    text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_bytes("one\u2028two\r\n\nthree\x0cfour\nfive\x85six\rseven\n".encode())
+    assert read_prompts((), text) == ["one\u2028two", "three\x0cfour", "five\x85six\rseven"]
+    rows.write_text('{"prompt": "a\u2028b"}\n{"prompt": "c\x85d"}\n')
+    assert read_prompts((), rows) == ["a\u2028b", "c\x85d"]

@@ -29,6 +29,11 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of what Git has in place of a large file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 
 
+def lines_of(text: str) -> list[str]:
+    r"""Lines of a user's text that have words, cut at ``\n`` and ``\r\n`` alone: ``str.splitlines`` cuts at what is within a line, too (U+2028, U+0085, form feeds)."""
+    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+
+
 def refuse_pointer(file: Path) -> None:
     """Refuses what Git has in place of a large file; a file that can't be read is none.
 

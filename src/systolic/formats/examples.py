@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.files import lines_of
 from systolic.data.audio.recordings import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.sentences import Sentences
@@ -262,8 +262,7 @@ def _of_texts(files: Sequence[Path], rows: Callable[[str, int], Sequence[Any]]) 
 
 def _lines(text: str, most: int) -> list[str]:
     """The first lines of a text that have words."""
-    lines = (line for line in text.splitlines() if line.strip())
-    return list(islice(lines, most))
+    return lines_of(text)[:most]
 
 
 def _stacked(examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.arguments import with_types
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import nearest_file
+from systolic.core.files import lines_of, nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
@@ -68,7 +68,7 @@ def read_prompts(
 
 def _lines(file: Path) -> list[Any]:
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        text = sys.stdin.read() if str(file) == "-" else file.read_bytes().decode()
     except OSError as error:
         raise NotFoundError(f"{file} cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
@@ -76,7 +76,7 @@ def _lines(file: Path) -> list[Any]:
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
     # A byte order mark of some editors is no part of the first prompt.
-    lines: list[Any] = [line for line in text.removeprefix("\ufeff").splitlines() if line.strip()]
+    lines: list[Any] = lines_of(text.removeprefix("\ufeff"))
     if file.suffix == ".jsonl":
         lines = [_prompt(line, file, number + 1) for number, line in enumerate(lines)]
     if not lines:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, called
-from systolic.core.files import nearest_file
+from systolic.core.files import lines_of, nearest_file
 from systolic.core.reporter import reporter
 from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
@@ -266,7 +266,7 @@ def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, A
 
 def _of_lines(data: Sentences, path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines of a text, each alone."""
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    lines = lines_of(read_text(path))
     ids = data.encode(_spaced(lines))
     _check_tokens(path, sum(map(len, ids)))
     width = max(map(len, ids))

@@ -109,3 +109,12 @@ def test_manifests_are_json_lines_or_tabs_and_mistakes_have_a_line(tmp_path: Pat
     assert Recordings(path=None).size(Split.train) == 0
     elsewhere = data(file).at(tmp_path / "other")
     assert (elsewhere.path, elsewhere.validation) == (None, tmp_path / "other")
+
+
+def test_lines_of_manifests_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.tsv"
+    file.write_bytes('a.wav\tone\u2028two\r\n{"audio": "b.wav", "text": "c\x85d"}\n'.encode())
+    assert [row.audio.name for row in read_manifest(file)] == ["a.wav", "b.wav"]
+    file.write_bytes(b"a.wav\tna\xefve\n")
+    with pytest.raises(DataError, match=r"manifest.tsv is not UTF-8 text"):
+        read_manifest(file)

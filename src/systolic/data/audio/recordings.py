@@ -1,6 +1,5 @@
 """Recordings with their texts, for speech to text; read and analysed in windows on access."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import as_paths
+from systolic.core.files import as_paths, lines_of
 from systolic.core.ranges import COUNT, Range, check
 from systolic.data.audio.sound import log_mel, num_samples, read_sound
 from systolic.data.input_files import SIDE, pack
@@ -210,12 +209,14 @@ def read_manifest(path: Path) -> list[Utterance]:
 
     Raises:
         NotFoundError: no such file.
-        DataError: a line that is neither form, or has no text.
+        DataError: it is not UTF-8, or a line that is neither form, or has no text.
     """
     try:
-        rows = [row for row in path.read_text().splitlines() if row.strip()]
+        rows = lines_of(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise NotFoundError(f"{path} can't be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}); write it in UTF-8") from error
     utterances = []
     for number, row in enumerate(rows, 1):
         try:
@@ -230,7 +231,7 @@ def read_manifest(path: Path) -> list[Utterance]:
 
 
 def _tabbed(row: str) -> dict[str, str]:
-    (cells,) = csv.reader([row], delimiter="\t", quoting=csv.QUOTE_NONE)
+    cells = row.split("\t")
     if len(cells) != 2:
         raise ValueError(f"{len(cells)} columns")
     return {"audio": cells[0], "text": cells[1]}

@@ -222,7 +222,7 @@ def _parsed(file: Path) -> tuple[tuple[Key, ...], list[str]]:
             raise DataError(
                 f"{others}, so that others can add keys to {file}; run chmod 600 {file}"
             )
-        lines = file.read_text(errors="replace").splitlines()
+        lines = file.read_text(errors="replace").split("\n")
     except OSError as error:
         raise NotFoundError(
             f"{file} can't be read ({error.strerror}); make a key with systolic serve --keys {file} --new-key NAME"
