@@ -113,6 +113,7 @@ def test_the_name_of_a_recipe_is_explained_with_its_options(
         ("lm", {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
         ("lm", {"on": "v5e-4", "layers": 2}, OptionError, "lm has no option 'layers'"),
         ("nowhere", {"on": "v5e-4"}, NotFoundError, "there is no recipe or model 'nowhere'"),
+        ("nowhere.json", {}, NotFoundError, "there is no file nowhere.json; check the path"),
         ("nowhere", {}, NotFoundError, "nowhere is no run, profile, forecast, recipe or model"),
         (
             3,

@@ -76,6 +76,10 @@ MISTAKES = [
     (["lm", "--on", "v5e-4", "--setp", "eval"], "did you mean --step"),
     (["lm", "--on", "v5e-4", "--step", "evil"], "see systolic forecast lm --help"),
     (["lmm", "--on", "v5e-4"], "there is no recipe or model 'lmm'; did you mean lm?"),
+    (["nothere.json", "--on", "v5e-4"], "there is no file nothere.json; check the path"),
+    (["nothere.hlo", "--on", "v5e-4"], "there is no file nothere.hlo; check the path"),
+    (["nothere.json", "--against", "b.json"], "there is no file nothere.json; check the path"),
+    (["Qwen/Qwen9.5-0.5B", "--on", "v5e-4"], "there is no recipe or model 'Qwen/Qwen9.5-0.5B'"),
     (["--on", "v5e-4"], "systolic forecast needs a recipe"),
     (["lm", "--on", "v5e-4", "--quick", "--save", "x"], "leave one of them out"),
     (

@@ -188,6 +188,8 @@ def _read_verb(
 
     prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
     wants_help = asks_help(args)
+    if isinstance(recipe, str) and not wants_help:
+        recipes.refuse_missing_file(recipe)
     # Before the recipe is imported, which takes longer than to refuse a line.
     words = [] if wants_help else _with_first(recipe, renamed(args))
     verb_values, rest = ({}, []) if wants_help else known(options, words, prog)

@@ -142,6 +142,7 @@ def _unknown(target: str) -> NotFoundError:
         )
     from systolic.recipes.models.named import names
 
+    recipes.refuse_missing_file(target)
     runs = {str(job.parent) for job in Path(target).parent.glob(f"*/{JOB}")}
     runs |= {str(job.parent) for job in Path("runs").glob(f"*/{JOB}")}
     return NotFoundError(
@@ -263,6 +264,7 @@ def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> Ex
         return ExplainedKind.dump
     if on is not None or options or recipes.is_named(path_text(target)):
         return ExplainedKind.recipe
+    recipes.refuse_missing_file(path_text(target))
     raise NotFoundError(
         f"{_name(target)} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
     )

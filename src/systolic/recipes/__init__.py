@@ -7,6 +7,7 @@ A recipe is named by a module of this package (``bytes``), by a file and a funct
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import msgspec
 
 from systolic.core.arguments import argument, arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.core.files import nearest_file
 from systolic.core.option_words import nearest_option, path_text
 from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
@@ -92,6 +94,23 @@ def is_named(target: str) -> bool:
     return target in shipped() or import_module(f"{__name__}.models.named").is_model(target)
 
 
+_SUFFIX = re.compile(r"\.(?!py$)[a-z][a-z0-9]+", re.IGNORECASE)
+"""Suffix of a file, which the version in a model's name (``Qwen2.5-0.5B``) is not; Python's are refused where they are read."""
+
+
+def refuse_missing_file(target: str) -> None:
+    """Refuses a path that ends as a file's does, where nothing is there and no recipe or model has that name.
+
+    Raises:
+        NotFoundError: so; names the nearest file.
+    """
+    path = Path(target)
+    if _SUFFIX.fullmatch(path.suffix) and not path.exists() and not is_named(target):
+        raise NotFoundError(
+            f"there is no file {target}{nearest_file(path)}; check the path, or give a recipe or a model that systolic recipes lists"
+        )
+
+
 def find(target: str) -> Recipe:
     """The recipe of a name, of ``file.py:function``, or of a model.
 
@@ -107,6 +126,7 @@ def find(target: str) -> Recipe:
         models = import_module(f"{__name__}.models.named")
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
+        refuse_missing_file(target)
         raise NotFoundError(
             f"there is no recipe or model {target!r}{near_published(target, shipped())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
