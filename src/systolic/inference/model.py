@@ -153,7 +153,7 @@ def open_model(
         checkpoint: Of a run: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint
             gives way to another one, with a warning.
         job: For a run that was made from a Job with types of your own: that Job.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
         warn: Called with each warning, one line; by default they are collected in ``warnings``.
         place: Chooses devices and their layout for a server; by default all of them share the batch.
 
