@@ -51,7 +51,7 @@ def compare_models(  # noqa: PLR0913  the options of systolic compare
 
     Raises:
         OptionError: the models have different tasks, or the data is not of their kind.
-        NotFoundError: a model, the data or a slice is not there.
+        NotFoundError: a model, the data or a slice does not exist.
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
     from systolic.comparing.comparison import compared

@@ -282,7 +282,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two models side by side."""
+    """Comparison of two models."""
 
     a: ComparedModel
     b: ComparedModel

@@ -290,7 +290,7 @@ def inspect_recipe(
         job: A Job, or a recipe by its name or file.
         split: Split to show examples of.
         examples: Examples to look at, in the order of training.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
         NotFoundError: there is no such recipe.

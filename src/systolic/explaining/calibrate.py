@@ -54,7 +54,7 @@ def calibrate(
     chip: str = "",
     on: Annotated[str | Slice, SLICE] = "",
 ) -> Calibrated:
-    """Corrects the simulator by profiles of TPUs, and writes the corrections into the user's folder.
+    """Corrects the simulator with profiles of TPUs, and writes the corrections to the user's folder.
 
     Args:
         profiles: Profiles of one generation of TPUs; several are combined.
@@ -65,7 +65,7 @@ def calibrate(
 
     Raises:
         NotFoundError: there is no such profile or dump.
-        DataError: a file is damaged, or no op of the profiles has a price to set its time against.
+        DataError: a file is damaged, or no op of the profiles has a price to compare with its time.
         OptionError: the chip is not known, is no TPU, or differs between the profiles; or a dump is of another program.
         RunError: the calibration can't be written.
     """
@@ -95,11 +95,11 @@ def calibrations(
         name: A calibration, or the path of its file: what it corrects, and how much each factor rests on.
 
     Returns:
-        All of them; of a name that one. A damaged file is warned of and left out of the list.
+        All calibrations, or the named one. A damaged file is left out of the list, with a warning.
 
     Raises:
-        NotFoundError: there is none of the name.
-        DataError: the file of the name is damaged.
+        NotFoundError: no calibration has that name.
+        DataError: its file is damaged.
     """
     if name is not None:
         return load(name)

@@ -176,22 +176,22 @@ def explain(  # noqa: PLR0913  the options of all forms
     Args:
         target: A job, or the name of a recipe or a model that makes one; the path of a run, of a profile, of scheduled
             HLO, or of what ``systolic forecast --json`` or ``plan`` wrote; or the words of a command that starts a program.
-        on: The slice, of a job, a dump or a program; of a saved forecast another than its own.
+        on: The slice of a job, a dump or a program; for a saved forecast a slice in place of its own.
         step: Which of a job's steps, ``train``, ``eval``, ``prefill`` or ``decode``; changes are tried for train steps
             only. Of a program the name of the jitted function that is the step.
-        flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
+        flags: Compiler flags of a job, on top of those that all jobs on the chip share; ``none`` leaves these out.
         remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
         workers: Parallel compiles; 0 takes as many as cores and memory allow.
         quick: Judge a run by its records only.
         trust: Execute a run's recipe although it is another user's.
         chip: The chip of a profile whose file does not name it, as a ``trace.json.gz`` does not: ``tpu7x``.
-        against: Of a saved forecast another one; of a profile its program's scheduled HLO, ``program`` or ``lines``.
+        against: For a saved forecast another one; for a profile its program's scheduled HLO, ``program`` or ``lines``.
         minutes: Minutes that a program may take to its step; 20 by default.
         trips: Trips of loops that a program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
         calibration: Corrections of the simulator from profiles of the slice's chip: a name that
             ``systolic calibrations`` lists, or the path of a calibration's file.
-        options: Of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
+        options: Options of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
 
     Raises:
         NotFoundError: the path holds nothing that can be explained.
@@ -299,7 +299,7 @@ def explain_step(  # noqa: PLR0913  the options of systolic explain RECIPE
         trips: Number of iterations of a loop whose length the program does not fix, NAME=NUMBER, such as while.5=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
         calibration: Correct the simulator with profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
-        options: Of the recipe.
+        options: Options of the recipe.
 
     Raises:
         OptionError: the slice is not of TPUs, or an option does not parse.
@@ -353,7 +353,7 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
         step: Step of the job in place of the file's.
         flags: Compiler flags on top of those of the file; none leaves these out.
         reader: Makes the recipe's options, where they are not given by name.
-        options: Of the recipe, in place of those of the file.
+        options: Options of the recipe, in place of those of the file.
 
     Raises:
         NotFoundError: there is no such file, slice, recipe or calibration.

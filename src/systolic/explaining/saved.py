@@ -222,7 +222,7 @@ def step_of_file(
         step: Another of the job's steps.
         flags: Compiler flags on top of those of the file; ``none`` leaves these out.
         reader: Makes the recipe's options, in place of ``options``.
-        options: Of the recipe, in place of those of the file.
+        options: Options of the recipe, in place of those of the file.
 
     Raises: as :func:`saved_step`.
     """

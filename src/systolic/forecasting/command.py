@@ -154,7 +154,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
 
     Args:
         what: A Job, a name, the path of a dump, or a function.
-        args: Of a function.
+        args: Arguments of a function.
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas make a table.
         vary: An option of the recipe with several values, for a table: --vary layout.fsdp=4,8,16. Repeat it for all combinations.
         step: Which of the job's steps: train, eval, prefill or decode.
@@ -166,11 +166,11 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
         trips: Number of iterations of a loop whose length the program does not fix, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
         calibration: Correct the simulator with profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
-        options: Of the recipe that ``what`` names.
+        options: Options of the recipe that ``what`` names.
 
     Raises:
-        OptionError: an option has no such value, ``quick`` is asked for with ``save``, a table with ``save`` or
-            ``against``, or the program has nothing of a name in ``trips`` or ``costs``; or the calibration is of another chip.
+        OptionError: an option has no such value, ``quick`` is combined with ``save`` or a table with ``save`` or
+            ``against``, ``trips`` or ``costs`` name nothing in the program, or the calibration is of another chip.
         NotFoundError: there is no such recipe, slice or calibration.
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed, or a file can't be written.
@@ -361,7 +361,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
-        options: Of the recipe that ``job`` names; without a layout among them the server has the one that holds most requests.
+        options: Options of the recipe that ``job`` names; without a layout among them the server has the one that holds the most requests.
 
     Raises:
         OptionError: an option that does not parse or is out of its range, or the model has no cache.

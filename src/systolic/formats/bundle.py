@@ -338,7 +338,7 @@ def export_bundle(
 
     Raises:
         OptionError: the path is a model in files already, or a part of the run is code of its recipe, or data in memory.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the disk is full, its model is of a class that no Bundle holds, or outputs differ.
     """
     del options

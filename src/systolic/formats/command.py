@@ -56,10 +56,10 @@ def import_model(
 
     Raises:
         NotFoundError: there is no such source, or a file of it is missing.
-        OptionError: its family, or a field of its configuration, is not known.
+        OptionError: the model's family, or a field of its configuration, is unknown.
         DataError: files are damaged, or tensors are missing or unknown.
         RunError: the disk is full, or the outputs differ by more than the tolerance; no Bundle is left.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     from systolic.formats import importing
     from systolic.formats.program.convert import Framework
@@ -119,11 +119,11 @@ def export(  # noqa: PLR0913  the options of systolic export
         python: savedmodel: Python of an environment with tensorflow and jax; by default this one.
 
     Raises:
-        OptionError: the format can't hold what the model computes, which names the field; an option is given that the
-            format does not have; or for ``docker`` the path is no Bundle.
+        OptionError: the format cannot express the model (the message names the field) or has no such option; or for
+            ``docker`` the path is no Bundle.
         MissingExtraError: the format's packages are not installed.
-        TakenError: there is something at ``out``.
-        RunError: the disk is full, the run can't be opened, or what was written computes something else;
+        TakenError: ``out`` exists.
+        RunError: the disk is full, the run can't be opened, or the export computes something else;
             nothing is left at ``out``.
     """
     run, out = Path(run), _path(out)

@@ -680,7 +680,7 @@ def export_peft(
 
     Raises:
         OptionError: the path has no adapters, or they stand beside a model that no family of transformers computes.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the folder's adapters, or the outputs of the model with them, are others.
     """
     del options

@@ -47,7 +47,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         prompts: Texts to continue, one after the other; - reads one from standard input, and "" starts a new text.
         file: File of more prompts: one per line, or .jsonl with the field prompt or messages (role, content), answered as a chat; - reads standard input.
         tokens: Limit of new tokens for each prompt. A text that reaches the model's longest ends earlier, with a warning.
-        sampling: How tokens are picked.
+        sampling: Sampling of the next token.
         stop: String that ends the text and is left out of it.
         seed: Seed of the sampling; the same seed gives the same text for a prompt.
         chat: Treat each prompt as a message, in the tokenizer's chat template.
@@ -56,7 +56,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        The texts. The reporter's ``update`` was given each piece as it came: a
+        The texts. The reporter's ``update`` gets each piece as it is generated: a
         :class:`~systolic.inference.results.TextPiece`.
 
     Raises:
@@ -120,7 +120,7 @@ def predict(
         out: For an exported program, write the outputs for one file as arrays to this .npz file. For tables, write the answers of all rows to this .jsonl or .csv file.
 
     Returns:
-        The answers. The reporter's ``update`` was given each as it came: a
+        The answers. The reporter's ``update`` gets each as it is known: a
         :class:`~systolic.inference.results.FileAnswer`.
 
     Raises:
@@ -210,7 +210,7 @@ def verify_bundle(
 
     Raises:
         NotFoundError: the folder is no Bundle, or lacks a file.
-        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        DataError: a file was changed, truncated or added, is a link out of the folder, or a pickle.
         RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
     """
     from systolic.inference.verification import verified

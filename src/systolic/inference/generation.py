@@ -50,7 +50,7 @@ class Generator:
         steps: The programs of a text job.
         params: Weights.
         model_state: Other variables.
-        sampling: How tokens are picked.
+        sampling: Sampling of the next token.
 
     Raises:
         OptionError: the job is not about text.

@@ -146,7 +146,7 @@ def open_model(
     warn: Callable[[str], None] | None = None,
     place: "Place | None" = None,
 ) -> "TrainedModel":
-    """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices; any number of devices will do.
+    """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices, however many there are.
 
     Args:
         path: The run's directory, or the model's folder.
@@ -162,7 +162,7 @@ def open_model(
         TrustError: the run's recipe belongs to another user.
         RunError: the run can't be rebuilt by this version, or no checkpoint is intact.
         DataError: files of the folder are damaged or incomplete.
-        OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
+        OptionError: the folder holds an unknown model, or a checkpoint or job was given for it.
     """
     if in_files(Path(path)):
         from systolic.formats.source import open_source
@@ -266,7 +266,7 @@ def from_source(
 
     Args:
         source: The files.
-        precision: Of the computation.
+        precision: Precision of the computation.
         warn: As for :func:`open_model`.
         texts: Whether it reads and writes texts; without, its files need no tokenizer.
         place: As for :func:`open_model`.
@@ -478,7 +478,7 @@ class TrainedModel:
         Args:
             prompt: May be empty: the text then begins with the token that starts one. Messages, each with role and content, are answered by the tokenizer's chat template.
             tokens: At most so many new tokens.
-            sampling: How tokens are picked.
+            sampling: Sampling of the next token.
             stop: A string, or several: the text ends before the first of them.
             seed: The same seed gives the same text for a prompt.
             chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.

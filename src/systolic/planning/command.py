@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     Ctrl-C ends the search with the best so far.
 
     Args:
-        job: What to train; its layout is what is searched. A name is that of a recipe or of a published
+        job: Job to train; its layout is searched. A name is that of a recipe or of a published
             model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, chips (all slices of them) or any, with commas: v5e-16,v5p.
         tokens: Tokens to train on; by default the job's own steps times its batch.
@@ -121,10 +121,10 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         calibration: Correct the simulator with profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
         out: File for the plan, written from the first answer on; without an answer an earlier file stays.
         evaluator: Tells what a candidate does; by default the compiler.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
-        OptionError: options that contradict each other or do not parse.
+        OptionError: options contradict each other or do not parse.
         NotFoundError: a name that is neither a slice nor a chip, or that is no calibration.
     """
     from systolic.forecasting.calibrations import calibration_for

@@ -283,10 +283,10 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         flags: Compiler flags on top of the set that all jobs on a chip share; none leaves that set out.
         compiler: Where compiles are kept; its flags are those of each slice.
         target: What a Job was made of: a quantized Bundle has formats of its own.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
-        OptionError: an option that does not parse or is out of its range, or the model is no language model.
+        OptionError: an option does not parse or is out of its range, or the model is no language model.
         NotFoundError: a name that is neither a slice nor a chip.
     """
     source = source_of(job, options)

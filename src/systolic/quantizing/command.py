@@ -68,7 +68,7 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
     repeats: Annotated[int, NOT_NEGATIVE, OptionWords(int, default=5)] = 0,
     trust: bool = False,
 ) -> "QuantizedModel":
-    """Writes a model as a Bundle with its matrices in fewer bits, and measures what that costs.
+    """Writes a model as a Bundle with its matrices in fewer bits, and measures the loss.
 
     Args:
         path: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
@@ -91,14 +91,14 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
         trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        The Bundle beside the model. Where Ctrl-C or an error ends the timing, the Bundle is written, and the
-        result says so in ``stopped_by``.
+        The Bundle, compared with the model. If Ctrl-C or an error ends the timing, the Bundle is still written, and
+        ``stopped_by`` says why.
 
     Raises:
-        OptionError: options that contradict each other, nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
+        OptionError: options contradict each other, nothing of the model can be quantized, a pattern matches nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
         NotFoundError, DataError: there is no such model or data, it can't be read, or weights are NaN or infinite.
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     assert isinstance(to, MatrixFormat)
     chosen, share = _format(to, group, activations=activations), _share(budget, auto=auto)

@@ -75,7 +75,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedModel:
-    """A quantized Bundle, and its quality beside that of the model that it was made from."""
+    """A quantized Bundle, compared with the model that it was made from."""
 
     path: Path
     asked: MatrixFormat

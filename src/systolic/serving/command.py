@@ -104,9 +104,9 @@ def serve(  # noqa: PLR0913  the options of systolic serve
 ) -> "ServerEnd | NewKey | list[KeptPrograms]":
     """Serves trained models: OpenAI's API, the Open Inference Protocol and TensorFlow Serving's REST on one port.
 
-    Returns when the process was told to end (SIGTERM, Ctrl-C) and every request is answered. SIGHUP reads the
-    folders again: versions that are new or have other contents are added when they are ready, those that are gone
-    are taken out when their requests have ended. The server writes its log to stderr.
+    Returns after SIGTERM or Ctrl-C, when every request is answered. SIGHUP reads the folders again: new and
+    changed versions are added when they are ready, and deleted ones are removed when their requests have
+    ended. The server logs to stderr.
 
     Args:
         models: Runs, Bundles, Hugging Face folders or GGUF files, each as DIR or NAME=DIR; a folder of folders 1, 2, ... holds versions.
@@ -143,12 +143,12 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        How the server ended. With ``new_key`` the key; with ``check_cache`` the programs of each model. Neither serves.
+        How the server ended. With ``new_key`` the key, with ``check_cache`` the programs of each model, without serving.
 
     Raises:
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         NotFoundError: there is no such model or file.
-        OptionError: options that contradict each other, a name is given twice or has signs that a path of the server can't have, or the host is no address of this machine.
+        OptionError: options contradict each other, a name is repeated or not valid in a path of the server, or the host is no address of this machine.
         RunError: a model can't be opened, or the port can't be listened on.
     """
     words = [str(model) for model in ([models] if isinstance(models, str | Path) else models)]
@@ -274,13 +274,13 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         in_flight: Lines in flight at once; 0 takes twice --rows, and 128 for models without text output.
 
     Returns:
-        The lines that have results now, and how many of them failed; ``answered`` is below ``lines`` after Ctrl-C.
+        Numbers of lines with a result and of failed lines; ``answered`` is below ``lines`` after Ctrl-C.
 
     Raises:
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         NotFoundError: there is no such model or file.
         DataError: the file is no batch of requests, or the output has results of another model or other options.
-        RunError: the model stopped, or the disk is full; run again, it continues.
+        RunError: the model stopped, or the disk is full; rerun to continue.
     """
     try:
         from systolic.serving.offline.batch import run_batch

@@ -94,11 +94,11 @@ def train(  # noqa: PLR0913  the options of systolic train
         processes: Number of processes that train together, with --coordinator.
         process: Index of this process, from 0.
         watchers: See each record as it is written to ``metrics.jsonl``.
-        options: Of the recipe; of a Job ``steps`` and ``layout``.
+        options: Options of the recipe; of a Job ``steps`` and ``layout``.
 
     Raises:
         OptionError: an option is unknown, out of its range, or contradicts the plan.
-        RunError: the devices are others than ``on`` or the plan say, or the loss went bad under the
+        RunError: the devices differ from ``on`` or the plan, or the loss is not finite or jumps under the
             guard's rule ``stop``.
         LayoutError: an axis does not divide the devices, the batch or the model.
         DataError: the data is empty or damaged.
@@ -164,16 +164,16 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
         trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
         reader: Makes the recipe's options, where they are not given by name.
-        options: Of the recipe, in place of the run's own; of a Job ``steps`` and ``layout``.
+        options: Options of the recipe, in place of the run's own; of a Job ``steps`` and ``layout``.
 
     Returns:
-        ``trained`` is False where the run was finished before.
+        ``trained`` is False if the run was already finished.
 
     Raises:
-        NotFoundError: it is no run.
+        NotFoundError: the path is no run.
         OptionError: an option that a run keeps has changed, or the run has more steps than the job.
-        DataError: its data has changed.
-        TrustError: its recipe is another user's.
+        DataError: the run's data has changed.
+        TrustError: the run's recipe is another user's.
     """
     from systolic.recipes import expanded
     from systolic.training import distributed
@@ -220,7 +220,7 @@ def rehearse(
         job: A recipe: its name or ``path/to/file.py:function``.
         on: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
         executable: Refused, since it is for the local devices.
-        options: Of the recipe.
+        options: Options of the recipe.
 
     Raises:
         NotFoundError: there is no such slice.

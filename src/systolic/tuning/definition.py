@@ -338,7 +338,7 @@ class Tuning:
 
         Raises:
             OptionError: there is no evaluation to prune by, or more than one objective; or another option is wrong.
-            TakenError: the folder has files and is no study.
+            TakenError: the folder has other files.
         """
         rule, job = self.job.evaluation, self.job
         evaluates = 0 < rule.every < job.steps

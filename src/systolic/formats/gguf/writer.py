@@ -486,7 +486,7 @@ def export_gguf(
 
     Raises:
         OptionError: no architecture of llama.cpp computes what the model does, or GGUF has no tokenizer of its kind.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         DataError: a weight is no number.
         RunError: the disk is full, or the logits of the file are others; nothing is left at ``out``.
     """

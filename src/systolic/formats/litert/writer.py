@@ -515,7 +515,7 @@ def export_litert(
     Raises:
         OptionError: an operation that LiteRT lacks, no representative data for int8, or a precision that the format lacks.
         DataError: the representative data can't be read.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: outputs in float32 differ from the source, the converter died, or the disk is full; nothing is left at ``out``.
     """
     check_litert(settings)

@@ -130,7 +130,7 @@ def with_plan(
 
     Args:
         job: A Job, or a recipe.
-        options: Of the recipe; of a Job ``steps``.
+        options: Options of the recipe; of a Job ``steps``.
         chosen: The plan's candidate.
         warn: Called where the forecast is of another step than the one that is trained.
         planned_job: The Job that was planned, where it is known.

@@ -465,7 +465,7 @@ def checked_bundle(folder: Path) -> Bundle:
 
     Raises:
         NotFoundError: the folder is no Bundle, or lacks a file.
-        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        DataError: a file was changed, truncated or added, is a link out of the folder, or a pickle.
         RunError: it was written by a newer version.
     """
     if not folder.is_dir():
