@@ -29,6 +29,13 @@ def test_json_survives_a_file(tmp_path: Path) -> None:
     assert comparison.read(path) == made
 
 
+def test_a_compile_is_recorded_alike_whether_or_not_the_program_fits() -> None:
+    fits, too_large = (forecast.to_json()["compiler"] for forecast in (fitting(), refused()))
+    assert fits == too_large
+    assert {"jax", "stages", "flags"} <= set(fits)
+    assert (fits["program"], fits["seconds"], fits["cached"]) == ("recorded", 0.5, True)
+
+
 @pytest.mark.parametrize(
     ("content", "kind"), [("", DataError), ("[1, 2]", OptionError), ('{"run": "x"}', OptionError)]
 )
