@@ -446,21 +446,21 @@ def table_of(groups: Sequence[OpGroup]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows, "parts": list(map(list, parts))}
 
 
-def groups_in(forecast: Mapping[str, Any]) -> list[OpGroup]:
-    """The groups of a forecast's JSON; none where it keeps none.
+def groups_in(table: Any, name: str) -> list[OpGroup]:
+    """The groups of :func:`table_of`'s answer in the JSON of a forecast of ``name``; none where it keeps none.
 
     Raises:
         DataError: they are damaged.
     """
-    if not forecast.get("ops"):
+    if not table:
         return []
     try:
-        table = msgspec.convert(forecast["ops"], _GroupTable)
+        table = msgspec.convert(table, _GroupTable)
         return [
             OpGroup(*row[:-2], *(frozenset(table.parts[at] for at in own) for own in row[-2:]))
             for row in table.rows
         ]
     except (ValueError, IndexError) as error:
         raise DataError(
-            f"the ops of the saved forecast of {forecast.get('recipe')} are damaged ({error}); write it again with systolic forecast … --json"
+            f"the ops of the saved forecast of {name} are damaged ({error}); write it again with systolic forecast … --json"
         ) from error
