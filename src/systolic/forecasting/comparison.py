@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 ROWS = 12
 """Most rows of a group in a comparison, the largest changes first."""
-UNCHANGED = 0.0005
+FIGURE_SHARE = 0.0005
 """Changes below this share of the step are left out."""
 ORDER = ("first", "second")
-LEAST = 0.0002
+OP_SHARE = 0.0002
 """Changes of an op's time below this share of the step have no row of their own."""
 
 
@@ -225,8 +225,8 @@ def _is_hlo(path: Path) -> bool:
 
 
 def changed_ops(rows: Sequence[OpChange], step_seconds: float) -> list[OpChange]:
-    """Rows that a table has: what changed by more than :data:`LEAST` of the step, the largest first."""
-    least = LEAST * step_seconds
+    """Rows that a table has: what changed by more than :data:`OP_SHARE` of the step, the largest first."""
+    least = OP_SHARE * step_seconds
     return [row for row in rows if row.change is not OpFate.same and abs(row.seconds) > least]
 
 
@@ -260,7 +260,7 @@ def compare(before: ComparedForecast, after: ComparedForecast) -> list[FigureCha
         if (figure, new[name][0]) != (None, None)
     ]
     changes += _table("memory", before.hbm.by_kind or {}, after.hbm.by_kind or {}, "B", 0.0)
-    least = UNCHANGED * max(before.step_seconds or 0.0, after.step_seconds or 0.0)
+    least = FIGURE_SHARE * max(before.step_seconds or 0.0, after.step_seconds or 0.0)
     changes += _table(
         "time by resource", before.time_by_resource, after.time_by_resource, "s", least
     )

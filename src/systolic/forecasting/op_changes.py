@@ -21,7 +21,7 @@ from systolic.hlo.groups import COLLECTIVES
 from systolic.hlo.module import named
 from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
-SAME = 0.005
+TIME_TOLERANCE = 0.005
 """Share of a row's own time below which it is the same."""
 NAMES = 8
 """Names of instructions that a row keeps of each side."""
@@ -241,7 +241,7 @@ def _change(before: list[OpGroup], after: list[OpGroup], old: float, new: float)
         return OpFate.new if after else OpFate.gone
     if _fused(before) != _fused(after):
         return OpFate.fused
-    if abs(new - old) <= SAME * max(old, new):
+    if abs(new - old) <= TIME_TOLERANCE * max(old, new):
         return OpFate.same
     return OpFate.slower if new > old else OpFate.faster
 

@@ -152,7 +152,7 @@ def _source(recipe: Recipe, options: Mapping[str, Any], typed: Mapping[str, Any]
     )
 
 
-SAME = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
+FIELDS = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
 """Options of :func:`systolic.launch` that are fields of a request as they are."""
 
 
@@ -190,7 +190,7 @@ def request_of(
             options=tuple(words_of("sbatch", options["sbatch"])),
             programs=str(Path(sys.executable).parent),
         ),
-        **{name: options[name] for name in SAME},
+        **{name: options[name] for name in FIELDS},
     )
 
 

@@ -16,9 +16,6 @@ from systolic.training.display import readings
 LEVEL = 0.02
 """Difference to gzip's compression that counts as equal."""
 
-SAME = "the same run again"
-"""The purpose of the command that made a run."""
-
 
 def judge(run: RunRecord) -> Verdict:
     """Judges a run by how it ended, its last loss, and its metrics against their baseline."""
@@ -108,7 +105,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
     """Next commands: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
-    pairs = [(SAME, shlex.join(argv))] if argv else []
+    pairs = [("the same run again", shlex.join(argv))] if argv else []
     copy = run.path / RECIPE
     if argv and copy.is_file():
         _, _, function = argv[2].rpartition(":")
