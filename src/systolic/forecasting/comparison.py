@@ -54,7 +54,7 @@ class _Memory(msgspec.Struct, frozen=True):
     by_kind: dict[str, float] | None = None
 
 
-class _Correction(msgspec.Struct, frozen=True):
+class _CalibrationName(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
@@ -82,7 +82,7 @@ class ComparedForecast(msgspec.Struct, frozen=True):
     usd_per_million_examples: float | None = None
     usd_per_million_calls: float | None = None
     quick: bool | None = None
-    calibration: _Correction | None = None
+    calibration: _CalibrationName | None = None
     compiler: _Versions | None = None
     ops: Any = None
     """Table of :func:`~systolic.forecasting.op_changes.table_of`."""
