@@ -1,4 +1,4 @@
-"""The calls of jitted functions on the slice, and which of them are a step."""
+"""The calls of jitted functions on the slice, recorded until :mod:`step_search` finds a step among them."""
 
 import atexit
 import collections
