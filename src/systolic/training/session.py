@@ -111,9 +111,11 @@ def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
     from systolic.setup import Expected
 
-    if chosen is None or chosen.forecast.step_seconds is None or problem(chosen):
+    if chosen is None or problem(chosen):
         return None
     forecast = chosen.forecast
+    if forecast.step_seconds is None:
+        return None
     return Expected(
         slice=chosen.slice,
         step_seconds=forecast.step_seconds,
