@@ -28,6 +28,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
+from systolic.runs.bundle.record import EvaluationRecord
 from systolic.runs.bundle.tensors import SUFFIX
 from systolic.steps.lengths import longest_text
 
@@ -251,7 +252,7 @@ class ComparedModel:
     """Bytes of all weights in memory here, by dtype."""
     file_bytes: int | None
     """Bytes of the files with its weights; ``None`` for a run, whose checkpoints hold more."""
-    recorded: list[dict[str, Any]]
+    recorded: Sequence[EvaluationRecord]
     """Evaluations that its run measured."""
     measured: Mapping[str, float] | None = None
     """Metrics on the data that both were given."""
@@ -274,7 +275,7 @@ class ComparedModel:
             "bytes": self.bytes,
             "bytes_by_dtype": dict(self.bytes_by_dtype),
             "file_bytes": self.file_bytes,
-            "evaluations": self.recorded,
+            "evaluations": msgspec.to_builtins(self.recorded),
             "measured": None if self.measured is None else dict(self.measured),
             **self.speeds.to_json(),
         }
@@ -417,17 +418,15 @@ def _file_bytes(path: Path) -> int | None:
     return None
 
 
-def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
+def _recorded(model: TrainedModel) -> Sequence[EvaluationRecord]:
     """Evaluations of the weights that the run, or the Bundle, has on record."""
     from systolic.formats.bundle import evaluations_of
 
     if not in_files(model.path):
-        evaluations = evaluations_of(model.path, model.step)
-    elif (model.path / MANIFEST).is_file():
-        evaluations = open_bundle(model.path).record.evaluations
-    else:
-        evaluations = []
-    return [msgspec.to_builtins(evaluation) for evaluation in evaluations]
+        return evaluations_of(model.path, model.step)
+    if (model.path / MANIFEST).is_file():
+        return open_bundle(model.path).record.evaluations
+    return ()
 
 
 @called("--data")

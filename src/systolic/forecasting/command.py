@@ -360,7 +360,6 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
-        flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         options: Options of the recipe that ``job`` names; without a layout among them the server has the one that holds the most requests.
 
     Raises:

@@ -17,7 +17,7 @@ from systolic.formats.comparison import ExportDifference
 from systolic.formats.examples import ExampleInputs
 from systolic.formats.inference import PORTABLE, ExportableModel, Inference
 from systolic.job import Job, Quantization, WeightFormat
-from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.job.quantization import CODES, INPUTS, SCALES
 from systolic.models.quantized.codes import Quantized
 from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.steps.tasks.classification import Classification

@@ -12,16 +12,8 @@ from systolic.core.errors import OptionError, nearest
 from systolic.formats.source import Source
 from systolic.formats.weights import structure_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
-from systolic.models.adapters import (
-    CODES,
-    CONVOLVED,
-    EXPERTS,
-    INPUTS,
-    SCALES,
-    STACKED,
-    factored_of,
-    inputs_of,
-)
+from systolic.job.quantization import CODES, INPUTS, SCALES
+from systolic.models.adapters import CONVOLVED, EXPERTS, STACKED, factored_of, inputs_of
 from systolic.models.quantized.codes import SCALES_DTYPE, scales_shape
 from systolic.models.quantized.placement import fitting
 from systolic.models.quantized.w8a8 import factors_shape, largest_shape

@@ -16,7 +16,8 @@ from systolic.core.units import si
 from systolic.formats.outline import published_at
 from systolic.formats.source import Source, open_source
 from systolic.job import Model
-from systolic.models.adapters import BASE, CODES, SCALES, STACKED, A, B, compact_base
+from systolic.job.quantization import CODES, SCALES
+from systolic.models.adapters import BASE, STACKED, A, B, compact_base
 from systolic.runs.bundle.folder import BundleDraft
 from systolic.runs.bundle.tensors import TensorSpec
 from systolic.runs.run import JOB

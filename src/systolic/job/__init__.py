@@ -47,7 +47,6 @@ from systolic.job.optimizer import (
 from systolic.job.precision import (
     Dtypes,
     ExpertAxis,
-    LayerArrays,
     Precision,
     RoundedBackward,
     Rounding,
@@ -79,7 +78,6 @@ __all__ = [
     "GuardRule",
     "IncrementalDecoder",
     "Job",
-    "LayerArrays",
     "Layout",
     "MatrixFormat",
     "Mode",

@@ -141,15 +141,6 @@ class ExpertAxis(enum.Enum):
     """Heads, vocabulary and dense layers are split over it as over the tensor axis, as far as it divides them; each device has all texts."""
 
 
-class LayerArrays(enum.Enum):
-    """Arrays in which the decode step of a static batch has its layers."""
-
-    stacked = "stacked"
-    """One for all layers, read by a loop: compiled in seconds."""
-    apart = "apart"
-    """Each layer's own (decoders): the compiler fetches a layer's weights while the layer before waits for its sums."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
     """Formats and split of a generating program."""
@@ -157,7 +148,6 @@ class Served:
     weights: ServedWeights = ServedWeights.plain
     cache: ServedCache = ServedCache.plain
     expert_axis: ExpertAxis = ExpertAxis.rows
-    layers: LayerArrays = LayerArrays.stacked
 
     def __post_init__(self) -> None:
         check(self)
@@ -168,7 +158,6 @@ class Served:
             "weights": self.weights.value,
             "cache": self.cache.value,
             "expert_axis": self.expert_axis.value,
-            "layers": self.layers.value,
         }
 
 

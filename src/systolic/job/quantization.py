@@ -11,6 +11,9 @@ from systolic.core.ranges import NOT_NEGATIVE, check
 GROUP = 64
 """Inputs that share a scale in 4 bits where nothing else is said, as in QLoRA (Dettmers et al. 2023, section 3)."""
 
+CODES, SCALES, INPUTS = "codes", "scales", "inputs"
+"""Last names of the paths of a quantized matrix's parts."""
+
 
 class WeightFormat(enum.Enum):
     """Format of the codes of a quantized matrix."""

@@ -271,7 +271,6 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     """Plans slices, layouts and replicas that serve a demand, cheapest first, without the hardware.
 
     Args:
-        job: A language model: a Job, the name of a published model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, chips (their slices of one machine) or any, with commas: v6e-8,v5e.
         requests_per_second: Mean rate of requests, which arrive at random.
         ttft: Limit of the time to the first token for 99 % of the requests, including the wait for other prompts: 500ms, 1s.
@@ -280,7 +279,6 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         host_ms: Milliseconds of the host's work for each step, an assumption.
         candidates: Layouts to compile up to the schedule, those with the lowest bounds.
         finalists: Number of the best that get a full compile.
-        flags: Compiler flags on top of the set that all jobs on a chip share; none leaves that set out.
         compiler: Where compiles are kept; its flags are those of each slice.
         target: What a Job was made of: a quantized Bundle has formats of its own.
         options: Options of the recipe that ``job`` names.

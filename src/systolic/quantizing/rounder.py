@@ -20,7 +20,7 @@ from systolic.formats.matrices import Matrix, planned_tensors
 from systolic.formats.source import Source
 from systolic.formats.weights import matrices_of
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.adapters import INPUTS, SCALES
+from systolic.job.quantization import INPUTS, SCALES
 from systolic.models.quantized.codes import (
     NF4_VALUES,
     SCALES_DTYPE,

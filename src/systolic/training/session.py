@@ -111,16 +111,17 @@ def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
     from systolic.setup import Expected
 
-    if chosen is None or not chosen.forecast or problem(chosen):
+    if chosen is None or problem(chosen):
         return None
     forecast = chosen.forecast
-    assert forecast["step_seconds"] is not None
+    if forecast.step_seconds is None:
+        return None
     return Expected(
         slice=chosen.slice,
-        step_seconds=forecast["step_seconds"],
-        low=forecast["step_seconds_low"],
-        high=forecast["step_seconds_high"],
-        mfu=forecast["mfu"],
+        step_seconds=forecast.step_seconds,
+        low=forecast.step_seconds_low,
+        high=forecast.step_seconds_high,
+        mfu=forecast.mfu,
     )
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError
 from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, SHARE, check
-from systolic.data.text.packing import Packing
-from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
+from systolic.data.text.text_data import FILL, ROW, Packing, TextData, row_fields
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split

@@ -1,5 +1,6 @@
 """Base of all text sources: the fields of a row of tokens, and a tokenizer."""
 
+import enum
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,15 @@ ROW = Range(least=1, most=2**24)
 
 FILL = {"targets": -1}
 """Padding values other than 0."""
+
+
+class Packing(enum.Enum):
+    """How documents are laid into rows."""
+
+    fit = "fit"
+    """Whole documents wherever a row has room (best fit); only longer ones than a row are cut."""
+    cut = "cut"
+    """One after another, cut at the ends of rows: no padding, more documents without their start."""
 
 
 class TextData(Data):

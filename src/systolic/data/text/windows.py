@@ -20,9 +20,8 @@ import numpy as np
 from systolic.core.errors import DataError
 from systolic.data.random_access import check_read, keys, order, permute, prefetched
 from systolic.data.text.corpus import Corpus
-from systolic.data.text.packing import Packing
 from systolic.data.text.rows import cut, fit, lay
-from systolic.data.text.text_data import FILL
+from systolic.data.text.text_data import FILL, Packing
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Field, Read
 

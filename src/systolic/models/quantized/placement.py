@@ -11,15 +11,8 @@ from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
-from systolic.models.adapters import (
-    CODES,
-    INPUTS,
-    SCALES,
-    STACKED,
-    Frozen,
-    factored_of,
-    inputs_of,
-)
+from systolic.job.quantization import CODES, INPUTS, SCALES
+from systolic.models.adapters import STACKED, Frozen, factored_of, inputs_of
 from systolic.models.grouped import Layered
 from systolic.models.quantized.codes import (
     SCALES_DTYPE,

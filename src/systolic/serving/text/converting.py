@@ -7,7 +7,7 @@ import jax
 import jax.extend.core
 
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
-from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.job.quantization import CODES, INPUTS, SCALES
 from systolic.models.quantized.codes import Quantized
 from systolic.steps.paged import PagedSteps, ServingWeights
 
