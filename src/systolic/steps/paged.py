@@ -1,10 +1,4 @@
-"""Serving a language model as pure functions: one step over a cache in pages, and the choice of tokens.
-
-The decode step of a static batch with each layer's weights and cache in arrays of their own.
-
-Layers in a stack are read by a loop, at whose turns the compiler can't fetch ahead. Here the weights of a layer are fetched
-into the chip's vector memory while the layer before waits for its sums.
-"""
+"""Serving a language model as pure functions: one step over a cache in pages, the choice of tokens, and what lies on which devices of an engine's mesh."""
 
 import math
 from collections.abc import Sequence
@@ -26,8 +20,8 @@ from systolic.models.decoder.paged import Layer, Reading, layers_of, one_of, pag
 from systolic.models.quantized.codes import Quantized
 from systolic.steps import paged_sharding
 from systolic.steps.decode import Decode, pick
+from systolic.steps.logits import ChosenTokens, score
 from systolic.steps.network import Arrays
-from systolic.steps.sampling import ChosenTokens, score
 from systolic.steps.step_functions import StepFunctions
 
 BLOCKS = ("blocks/", "dense_blocks/")

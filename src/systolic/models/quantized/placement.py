@@ -21,6 +21,7 @@ from systolic.models.adapters import (
     inputs_of,
 )
 from systolic.models.grouped import Layered
+from systolic.models.quantized.activations import factors_shape
 from systolic.models.quantized.codes import (
     SCALES_DTYPE,
     Quantized,
@@ -28,7 +29,6 @@ from systolic.models.quantized.codes import (
     members_apart,
     scales_shape,
 )
-from systolic.models.quantized.w8a8 import factors_shape
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 LEAST_GROUP = 16
