@@ -16,7 +16,7 @@ from systolic.capture import capture
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.captured import forecast_captured
 from systolic.sim.network import default_places

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from systolic.cli.main import main
-from systolic.data.text.stops import Finish, Stops
 from systolic.inference.generation import Generator
 from systolic.inference.model import set_up_here
+from systolic.inference.results import Finish, Stops
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.config import CNN
 from tests.formats.programs.tiny import JOBS
 from tests.steps import tiny
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from systolic.job import Batch
 from systolic.job.data import MASK
+from systolic.quantizing.calibration import largest_inputs, watched
 from systolic.runs.weights import Weights
-from systolic.training.activation_stats import largest_inputs, watched
 from tests.steps import tiny
 
 

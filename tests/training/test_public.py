@@ -19,7 +19,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.core.reporter import Reporter, reporting
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel

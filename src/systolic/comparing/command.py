@@ -56,7 +56,7 @@ def compare_models(  # noqa: PLR0913  the options of systolic compare
     """
     from systolic.comparing.comparison import compared
     from systolic.comparing.speeds import SpeedOptions
-    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.evaluation import AnswerOptions
 
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     scored = AnswerOptions(metrics=metrics, conversations=answers, tokens=answer_tokens)

@@ -12,17 +12,15 @@ from rich.text import Text
 from systolic.comparing.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.core.errors import OptionError, called
 from systolic.core.reporter import reporter
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.comparison import Cosine
-from systolic.formats.probe import PASSAGE, ROWS, TOKENS
+from systolic.formats.comparison import PASSAGE, ROWS, TOKENS, Cosine
 from systolic.formats.registry import in_files
+from systolic.inference.evaluation import AnswerOptions, check_answers, scores_of
 from systolic.inference.model import TrainedModel, keep_programs, prepare_model
-from systolic.inference.scoring import AnswerOptions, check_answers, scores_of
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
@@ -194,7 +192,7 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
     """Outputs float32[rows, ..., n] by name."""
     steps, weights, data = model.setup.steps, model.weights, model.job.data
     if not isinstance(data, InputFiles):
-        from systolic.formats.probe import outputs_of
+        from systolic.formats.comparison import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
     from systolic.inference.predictions import Runner

@@ -15,8 +15,7 @@ from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
-from systolic.core.origin import Origin
-from systolic.core.units import duration, gibibytes, plural, si
+from systolic.core.units import Origin, duration, gibibytes, plural, si
 from systolic.forecasting import moves
 from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.chips import Slice
 from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
-from systolic.core.origin import Origin
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage

@@ -9,8 +9,7 @@ from systolic.compiling import Compiled
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
-from systolic.core.origin import Origin
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.forecast import Forecast

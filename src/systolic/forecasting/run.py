@@ -26,7 +26,7 @@ from systolic.compiling import compile as compile_program
 from systolic.compiling.outcome import CompiledMemory
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting.calibrations import told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of

@@ -120,7 +120,7 @@ def _outputs(
     path: Path, checkpoint: str | int, trust: bool, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Outputs float32[rows, ..., n] of a run or a model in files, opened for this call."""
-    from systolic.formats.probe import outputs_of
+    from systolic.formats.comparison import outputs_of
 
     if in_files(path):
         return answers(open_source(path), inputs)[0]

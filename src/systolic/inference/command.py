@@ -64,9 +64,8 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         OptionError: the model continues no text, a prompt is longer than it takes, or a stop string is empty.
         SystolicError: the model can't be opened; as :func:`systolic.open`.
     """
-    from systolic.data.text.stops import Stops
     from systolic.inference.model import read_prompts
-    from systolic.inference.results import GeneratedTexts, TextCompletion, TextPiece
+    from systolic.inference.results import GeneratedTexts, Stops, TextCompletion, TextPiece
 
     listed = read_prompts(prompts, file)
     Stops(stop)  # refuses an empty string before the run is opened

@@ -9,8 +9,8 @@ import numpy as np
 
 from systolic.core.errors import OptionError
 from systolic.data.text.chat import Messages
-from systolic.data.text.stops import Continuation, Finish, Stops
 from systolic.data.text.text_data import TextData
+from systolic.inference.results import Continuation, Finish, Stops
 from systolic.job import Job, Sampling
 from systolic.steps.lengths import learned_text, longest_text
 from systolic.steps.programs import generation

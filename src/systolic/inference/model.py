@@ -13,9 +13,9 @@ from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.stops import Continuation
+from systolic.data.text.text_data import Sentences
 from systolic.formats.registry import in_files
+from systolic.inference.results import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.recipes.jobs.source import kept_flags
@@ -291,7 +291,7 @@ def _in_precision(job: Job, precision: Precision) -> Job:
 
 def keep_programs() -> None:
     """Keeps compiled programs, so that the next process that opens the model finds them."""
-    from systolic.core.store import cache_home
+    from systolic.core.files import cache_home
     from systolic.steps.programs import compiler_cache
 
     compiler_cache(str(cache_home() / "xla"))
@@ -608,7 +608,7 @@ def answers(source: "Source", inputs: Mapping[str, "np.ndarray"]) -> "tuple[np.n
 
     Raises: as :func:`open_model`.
     """
-    from systolic.formats.probe import outputs_of
+    from systolic.formats.comparison import outputs_of
 
     model = from_source(source, Precision.f32, texts=False)
     return outputs_of(model.setup.steps, model.weights, inputs), model.setup.machine.platform

@@ -45,17 +45,20 @@ from systolic.job.optimizer import (
     ScheduleKind,
 )
 from systolic.job.precision import (
+    GROUP,
     Dtypes,
     ExpertAxis,
+    MatrixFormat,
     Precision,
+    Quantization,
     RoundedBackward,
     Rounding,
     Served,
     ServedCache,
     ServedWeights,
     Stored,
+    WeightFormat,
 )
-from systolic.job.quantization import GROUP, MatrixFormat, Quantization, WeightFormat
 
 __all__ = [
     "GROUP",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import GROUP, Adapter, AdapterKind, MatrixFormat, WeightFormat
-from systolic.job.quantization import CODES, SCALES
+from systolic.job.precision import CODES, SCALES
 from systolic.models.linear import LowRank
 from systolic.models.quantized.codes import Quantized, quantized
 

@@ -103,7 +103,7 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
     assert isinstance(to, MatrixFormat)
     chosen, share = _format(to, group, activations=activations), _share(budget, auto=auto)
     from systolic.comparing.speeds import SpeedOptions, speeds_beside
-    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.evaluation import AnswerOptions
     from systolic.quantizing.quantize import Evaluated, quantize
 
     path, out = Path(path), Path(out)

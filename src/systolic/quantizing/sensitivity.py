@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import OptionError
-from systolic.core.files import digest, write_json
+from systolic.core.files import cache_home, digest, write_json
 from systolic.core.reporter import reporter
-from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.inference.evaluation import splits
 from systolic.inference.model import Metrics, TrainedModel
@@ -20,7 +19,7 @@ from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.tasks.language import LanguageModel
+from systolic.steps.tasks import LanguageModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -294,7 +293,7 @@ def moments_of(
     Raises:
         OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
     """
-    from systolic.training.activation_stats import input_moments
+    from systolic.quantizing.calibration import input_moments
 
     shapes = {
         path: matrices[path].moments_shape

@@ -16,8 +16,8 @@ from systolic.models.decoder.page_arrays import PageArrays
 from systolic.models.decoder.page_ragged import RaggedArrays
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
 from systolic.steps import paged_sharding
+from systolic.steps.logits import ChosenTokens, score
 from systolic.steps.network import Arrays
-from systolic.steps.sampling import ChosenTokens, score
 from systolic.steps.step_functions import StepFunctions
 
 BLOCKS = ("blocks/", "dense_blocks/")

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError
 from systolic.job import Job, Layout
-from systolic.job.quantization import CODES, INPUTS, SCALES
+from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES

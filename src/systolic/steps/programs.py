@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from systolic.core.shutdown import start_native
-from systolic.data.device_batches import DeviceBatches, share_of
-from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare
+from systolic.data.batches import Blocks, DeviceBatches, FirstExamples, ProcessShare, share_of
 from systolic.job import Job, Layout, Read, Sampling, Split
 from systolic.job.data import MASK, Batches
 from systolic.steps.decode import Decode

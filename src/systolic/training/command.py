@@ -287,8 +287,7 @@ def _again(
         OptionError: the run began with another recipe, plan or start.
     """
     from systolic.recipes import expanded
-    from systolic.training.resume_checks import check_begun
-    from systolic.training.resuming import continue_run, opened
+    from systolic.training.resuming import check_begun, continue_run, opened
 
     settings = replace(settings, flags=settings.flags or None)
     with opened(run) as before:

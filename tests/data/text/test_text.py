@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.data.text.bytes import StandardLibrary
-from systolic.data.text.documents import Documents
+from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.packed import fresh_folder, pack_text
 from systolic.data.text.rows import cut, fit, lay
 from systolic.data.text.text_data import Packing

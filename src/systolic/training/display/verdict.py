@@ -1,4 +1,4 @@
-"""Verdict on a run, and the commands to type next."""
+"""Verdict on a run, the figures that the summary and the page both show, and the commands to type next."""
 
 import math
 import shlex

@@ -1,4 +1,4 @@
-"""Results of a study in the terminal."""
+"""Results of a study in the terminal, and texts for its figures, which the page has, too."""
 
 from rich.text import Text
 
