@@ -18,6 +18,8 @@ from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.captured import DeviceCall, forecast_captured, schedule
 from systolic.forecasting.memory import HELD
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook/systolic_capture"
 GIB = 1 << 30
