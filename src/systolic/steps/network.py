@@ -111,8 +111,8 @@ class ModelStructure:
 
     def _module(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            rngs = nnx.Rngs(key)
-            rngs.default = TracedStream(rngs.default.key.get_value(), tag=rngs.default.tag)
+            rngs, stream = nnx.Rngs(), TracedStream(key, tag="default")
+            setattr(rngs, stream.tag, stream)
             module = self.model.build(rngs, self.target)
             if self.adapter:
                 names = frozenset(self.model.adaptable())
