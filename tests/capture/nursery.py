@@ -4,6 +4,7 @@ What the hook does from the import on (its first events, its threads, its limit)
 a program is started, found and ended have interpreters of their own: ``test_capture.py``, ``test_other_jax.py``.
 """
 
+import importlib
 import os
 import signal
 import socket
@@ -43,8 +44,9 @@ def forking(nursery: forked.Nursery) -> Generator[None]:
 
 def _serve(line: socket.socket) -> None:
     """Imports JAX as a program does, and becomes each of the programs."""
-    from systolic_capture import _asked_platforms, calls, report, show_platforms  # ty: ignore[unresolved-import]
-
+    hook, calls, report = (
+        importlib.import_module(f"systolic_capture{name}") for name in ("", ".calls", ".report")
+    )
     start = calls.start
     calls.start = lambda: None
     added = forked.import_all(["jax", "jax.numpy", "jax.experimental.topologies"])
@@ -54,9 +56,9 @@ def _serve(line: socket.socket) -> None:
     report.say(python=sys.executable)
     report.say(stage="importing")
     report.check_environment()
-    _asked_platforms[:] = [os.environ.get("JAX_PLATFORMS")]
+    hook._asked_platforms[:] = [os.environ.get("JAX_PLATFORMS")]
     sys.modules["jax"].config.update("jax_platforms", "cpu")
-    show_platforms()
+    hook.show_platforms()
     report.say(stage="running until the first call", jax=sys.modules["jax"].__version__)
     start()
     forked.run(words)
