@@ -16,6 +16,8 @@ from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.timeline import Resource
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
 HOOKED = "systolic_capture"
 MIB, GIB = 1 << 20, 1 << 30

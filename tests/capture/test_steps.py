@@ -19,6 +19,8 @@ from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.calls import DeviceCall, schedule
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook/systolic_capture"
 GIB = 1 << 30

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -57,7 +58,8 @@ TARGETS = {
 """A count to the number at which it is done."""
 
 
-def counts(root: Path) -> dict[str, float]:
+@cache
+def counts(root: Path) -> Mapping[str, float]:
     """Everything that :data:`TARGETS` has a number for."""
     package = root / PACKAGE
     paths = sorted(package.rglob("*.py"))
@@ -76,7 +78,8 @@ def counts(root: Path) -> dict[str, float]:
     }
 
 
-def by_part(root: Path) -> dict[str, dict[str, int]]:
+@cache
+def by_part(root: Path) -> Mapping[str, Mapping[str, int]]:
     """Counts that have their exceptions by package, or by name."""
     package = root / PACKAGE
     return {
@@ -263,8 +266,9 @@ def over(root: Path) -> Iterator[str]:
 
 def record(root: Path, *, anew: bool) -> None:
     """Writes the ratchets: the smaller of what they were and what is, or ``anew`` what is."""
-    now: dict[str, Any] = {"counts": counts(root), "parts": by_part(root)}
-    now["counts"]["lines"] = ceil(now["counts"]["lines"] / THOUSAND) * THOUSAND
+    counted = counts(root)
+    thousands = ceil(counted["lines"] / THOUSAND) * THOUSAND
+    now: dict[str, Any] = {"counts": {**counted, "lines": thousands}, "parts": by_part(root)}
     if not anew:
         before = kept()
         now["counts"] = _smaller(now["counts"], before["counts"])
