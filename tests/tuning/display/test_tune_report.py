@@ -14,7 +14,7 @@ from systolic.job import Mode
 from systolic.tuning.answer import Repeated
 from systolic.tuning.display.page import history, ranked, render, slices
 from systolic.tuning.display.progress import StudyDisplay, drawing, line, times
-from systolic.tuning.display.text import lines
+from systolic.tuning.display.view import lines
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
