@@ -18,7 +18,7 @@ import torch
 import transformers
 from flax import nnx
 
-from systolic.models.vision.pixels import IMAGENET_MEAN, IMAGENET_STD, Pixels
+from systolic.models.vision.config import IMAGENET_MEAN, IMAGENET_STD, Pixels
 from tests.models import speech
 from tests.models.families import dense_models, test_bert, test_image_families, test_mixtures
 

@@ -23,7 +23,7 @@ from systolic.runs import metrics
 from systolic.runs.record import load_run
 from systolic.training.display.live import Screen
 from systolic.training.display.summary import print_panel
-from systolic.training.display.verdict import SAME, commands
+from systolic.training.display.verdict import RERUN, commands
 
 COLUMNS = 100
 TITLE = 90
@@ -93,7 +93,7 @@ def picture(run: Path) -> str:
     live_view(run, console)
     console.print()
     print_panel(loaded, console)
-    title = dict(commands(loaded)).get(SAME, f"systolic train {loaded.name}")
+    title = dict(commands(loaded)).get(RERUN, f"systolic train {loaded.name}")
     return console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id="train")
 
 

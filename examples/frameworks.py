@@ -12,7 +12,7 @@ from sklearn.datasets import load_diabetes, load_digits
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Evaluation, Job, Layout, Optimizer, Precision
 from systolic.models.program.config import KerasModel, TorchModule
-from systolic.steps.tasks.arrays import ArrayClassification, ArrayRegression
+from systolic.steps.tasks import ArrayClassification, ArrayRegression
 
 
 def network():

@@ -131,7 +131,7 @@ class KeptPrograms:
 
 def with_packages(home: Path) -> None:
     """Lets a cache of the tests have the packages of formats that the user's has (``python -m systolic.formats.packages``)."""
-    from systolic.core.store import cache_home
+    from systolic.core.files import cache_home
     from systolic.formats.packages import FOLDER
 
     home.mkdir(parents=True, exist_ok=True)

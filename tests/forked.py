@@ -26,6 +26,7 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 TESTS = Path(__file__).parent
@@ -36,6 +37,7 @@ IMPORTED = (
 MODULES = (
     *("systolic.compiling.child", "systolic.training.rehearsal"),
     *("systolic.formats.program.child", "systolic.formats.program.exported"),
+    "systolic.compiling.kernels",
 )
 """Programs of the package that are forked."""
 SUBREAPER = 36
@@ -51,9 +53,15 @@ PYTHONS = ((3, 11), (3, 13))
 
 
 class Nursery:
-    """The process that forks; it starts with the first child."""
+    """The process that forks; it starts with the first child.
 
-    def __init__(self) -> None:
+    Args:
+        words: Module that serves, by default this one, and what it has before the number of its line.
+        variables: Environment beside this process's.
+    """
+
+    def __init__(self, *words: str, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._words, self._variables = words or ("tests.forked",), variables
         self._guard = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
@@ -70,7 +78,9 @@ class Nursery:
             try:
                 return self._asked(asked, files)
             except (EOFError, OSError) as error:
-                raise RuntimeError("`python -m tests.forked` ends; its error is above") from error
+                raise RuntimeError(
+                    f"`python -m {' '.join(self._words)}` ends; its error is above"
+                ) from error
 
     def _asked(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
         line = self._begun()
@@ -88,9 +98,10 @@ class Nursery:
             self._line, there = socket.socketpair()
             with there:
                 self.process = Popen(
-                    [sys.executable, "-m", "tests.forked", str(there.fileno())],
+                    [sys.executable, "-m", *self._words, str(there.fileno())],
                     pass_fds=[there.fileno()],
-                    env={name: os.environ[name] for name in os.environ if name[:4] != "JAX_"},
+                    env={name: os.environ[name] for name in os.environ if name[:4] != "JAX_"}
+                    | dict(self._variables),
                     cwd=TESTS.parent,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -107,6 +118,10 @@ Popen = subprocess.Popen
 """Python's own, which :func:`forked` replaces."""
 NURSERY: list[Nursery] = []
 """The nursery of this process, if there is one."""
+CAPTURED: list[Nursery] = []
+"""That of programs under capture, while the fixture ``forked_programs`` lasts."""
+CAPTURE = "SYSTOLIC_CAPTURE"
+"""Variable of a program under capture."""
 
 
 class Forked(Popen):
@@ -118,7 +133,8 @@ class Forked(Popen):
         given = preexec_fn or shell or executable not in (None, sys.executable)
         other = process_group != -1 or user != [None, None, None, -1]
         env = dict(os.environ if env is None else env)
-        if given or other or not close_fds or not fits(args, env):
+        nursery = None if given or other or not close_fds else nursery_of(args, env)
+        if nursery is None:
             super()._execute_child(args, executable, preexec_fn, *rest)  # ty: ignore[missing-attribute]
             return
         asked = {
@@ -134,14 +150,24 @@ class Forked(Popen):
             "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         }
         files = [end if end >= 0 else n for n, end in enumerate((ends[0], ends[3], ends[5]))]
-        self.pid = NURSERY[0].fork(asked, [*files, *pass_fds])
+        self.pid = nursery.fork(asked, [*files, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*ends)  # ty: ignore[missing-attribute]
 
 
+def nursery_of(args: Any, env: Mapping[str, str]) -> Nursery | None:
+    """The nursery of a command; None where it needs an interpreter of its own."""
+    if fits(args, env):
+        return NURSERY[0]
+    captured = CAPTURED and CAPTURE in env and not isinstance(args, str | bytes | os.PathLike)
+    if captured and args[0] == sys.executable and Path([*args, ""][1]).is_file():
+        return CAPTURED[0]
+    return None
+
+
 def fits(args: Any, env: Mapping[str, str]) -> bool:
     """Whether a command is a program that needs no interpreter of its own."""
-    if _interpreter(env) != _interpreter(os.environ):
+    if CAPTURE in env or _interpreter(env) != _interpreter(os.environ):
         return False
     if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
         return False
@@ -280,17 +306,24 @@ def _set(jax: Any, name: str, value: str) -> None:
             jax.config.update(name, type(known)(value) if isinstance(known, int | float) else value)
 
 
-def _import_all() -> dict[str, str]:
+def base_paths() -> list[str]:
+    """Folders of modules that every interpreter has."""
+    given = os.environ.get(PATHS, "").split(os.pathsep)
+    return [path for path in sys.path[1:] if path not in given]
+
+
+def import_all(names: Sequence[str]) -> dict[str, str]:
     """Imports what children use; returns the variables that this has set."""
     before = dict(os.environ)
-    for name in IMPORTED:
+    for name in names:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def _run(words: Sequence[str]) -> None:
+def run(words: Sequence[str]) -> None:
+    """Runs a module or a file as ``__main__``."""
     if words[0] == "-m":
         sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -301,6 +334,5 @@ def _run(words: Sequence[str]) -> None:
 if __name__ == "__main__":
     # As the terminal's Ctrl-C goes to a test's process and its children, which end by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    given = os.environ.get(PATHS, "").split(os.pathsep)
-    base = [path for path in sys.path[1:] if path not in given]
-    _run(serve(socket.socket(fileno=int(sys.argv[1])), base, _import_all()))
+    line = socket.socket(fileno=int(sys.argv[1]))
+    run(serve(line, base_paths(), import_all(IMPORTED)))

@@ -21,7 +21,7 @@ from ask import append, forecast, settled
 from records import check_out, count, lines, none_chosen, refuse, tabled
 
 from systolic.compiling import Compiler
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home
 
 LARGE = 0.15
 """Error above which a row is listed by itself."""

@@ -33,7 +33,7 @@ from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler, StepKind
 from systolic.core.errors import SystolicError
-from systolic.core.store import Store
+from systolic.core.files import Store
 from systolic.forecasting import forecast_job
 from systolic.hlo import parse
 from systolic.sim.simulate import simulate

@@ -21,7 +21,7 @@ import rows as measured
 from systolic.chips import slice
 from systolic.compiling.environment import child_environment
 from systolic.core.errors import SystolicError
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home
 
 REPORT = "report.json"
 SECONDS = 300.0

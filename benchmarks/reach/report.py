@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
 from records import lines, tabled
 
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 
 HERE = Path(__file__).parent
 REBUILT = HERE.parent / "results" / "2026-11-22-accuracy-quick.jsonl"

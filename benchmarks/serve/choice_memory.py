@@ -47,7 +47,7 @@ def compiled(mesh: Any, texts: int, vocab: int) -> Any:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from systolic.steps.sampling import Cuts, Draw, choose_by_all
+    from systolic.steps.logits import Cuts, Draw, choose_by_all
 
     whole = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec(None, "tensor"))

@@ -56,13 +56,13 @@ def model():
     """Steps and bfloat16 weights of the decoder."""
     import jax
 
-    from systolic.data.text.bytes import StandardLibrary
+    from systolic.data.text.documents import StandardLibrary
     from systolic.job import Batch, Job, Layout, Precision
     from systolic.models.decoder.config import Decoder
     from systolic.steps.paged import PagedSteps
     from systolic.steps.step_functions import StepFunctions
     from systolic.steps.target import MeshTarget
-    from systolic.steps.tasks.language import LanguageModel
+    from systolic.steps.tasks import LanguageModel
 
     platform = jax.devices()[0].platform
     platform = "gpu" if platform == "cuda" else platform
@@ -88,8 +88,8 @@ def seconds_of_a_step(paged, weights, rows, prompt=0):
     import jax.numpy as jnp
     import numpy as np
 
+    from systolic.steps.logits import Draw, choose
     from systolic.steps.paged import StepInput, StepShape
-    from systolic.steps.sampling import Draw, choose
 
     parts, behind = (1, 0) if prompt else (0, CONTEXT)
     wide = -(-(prompt or CONTEXT + 4 * STEPS) // SIZE)

@@ -8,13 +8,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from apart import ApartProgram
+
 from systolic.chips import Slice
-from systolic.compiling import Compiler, ServingProgram
+from systolic.compiling import Compiler
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.serving.capacity import floor_seconds
 from systolic.forecasting.serving.layout import with_heads_for
-from systolic.job import Job, LayerArrays, Served
+from systolic.job import Job, Served
 from systolic.models.decoder.config import Decoder
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import memory_seconds
@@ -67,13 +69,7 @@ def forecast_static(
     model = job.model
     if not isinstance(model, Decoder):
         raise OptionError(f"{job.name} is no decoder; forecast it with systolic forecast --serve")
-    program = ServingProgram(
-        job=job,
-        rows=sizes[0],
-        tokens=1,
-        context=sizes[1],
-        served=replace(served, layers=LayerArrays.apart),
-    )
+    program = ApartProgram(job=job, rows=sizes[0], tokens=1, context=sizes[1], served=served)
     few, more = (
         _few_layers(program, model, layers, on, compiler, watch) for layers in depths(model)
     )
@@ -96,7 +92,7 @@ def forecast_static(
 
 
 def _few_layers(
-    program: ServingProgram,
+    program: ApartProgram,
     model: Decoder,
     layers: int,
     on: Slice,

@@ -22,10 +22,8 @@ from systolic.job import (
     Target,
 )
 from systolic.models.attention import Masking, attention
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import Depth, ResNet, Stem
-from systolic.steps.tasks.classification import Classification
-from systolic.steps.tasks.language import LanguageModel
+from systolic.models.vision.config import Depth, Pixels, ResNet, Stem
+from systolic.steps.tasks import Classification, LanguageModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sizes as shared  # ty: ignore[unresolved-import]

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from systolic.report.charts import PlotAxis, Scale
+from systolic.report.pages import PlotAxis, Scale
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 REASONS = BENCHMARKS / "accuracy" / "causes.json"

@@ -13,21 +13,21 @@ INSTALL = "install"
 PLACES: Mapping[str, tuple[str, str, str]] = {
     "colab": (
         "Colab",
-        "Choose *Runtime*, *Change runtime type*, and a TPU. A session ends when you leave it: what is to last goes to a "
-        "folder of Google Drive, which `from google.colab import drive; drive.mount('/content/drive')` gives you.",
-        "Colab brings a JAX of its own. Where the versions differ, restart the session after this cell.",
+        "Choose *Runtime*, *Change runtime type*, and a TPU. A session ends when you leave it. Keep results in a "
+        "folder of Google Drive: `from google.colab import drive; drive.mount('/content/drive')` mounts it.",
+        "Colab has its own JAX. If the versions differ, restart the session after this cell.",
     ),
     "kaggle": (
         "Kaggle",
-        "Choose a TPU and switch the internet on under *Session options*. What is under `/kaggle/working` is kept with a version "
+        "Choose a TPU and switch the internet on under *Session options*. Files under `/kaggle/working` are kept with a version "
         "that you save.",
-        "Kaggle brings a JAX of its own. Where the versions differ, restart the session after this cell.",
+        "Kaggle has its own JAX. If the versions differ, restart the session after this cell.",
     ),
     "tpu_vm": (
         "a TPU VM",
-        "The machines' own Python is older than what Systolic needs. On the machine: `python3 -m pip install uv`, `python3 -m uv venv "
+        "The machines' Python is older than Systolic needs. On the machine: `python3 -m pip install uv`, `python3 -m uv venv "
         "--python 3.11 env`, `python3 -m uv pip install --python env/bin/python pip jupyterlab`, then `. env/bin/activate; jupyter lab "
-        "--no-browser`, which `gcloud compute tpus tpu-vm ssh NAME --zone ZONE -- -L 8888:localhost:8888` shows here. This "
+        "--no-browser`, which `gcloud compute tpus tpu-vm ssh NAME --zone ZONE -- -L 8888:localhost:8888` forwards to your machine. This "
         "is for one machine; `systolic launch --via tpu-vm` trains on slices of several.",
         "The extra brings libtpu, which finds the chips.",
     ),
@@ -52,12 +52,12 @@ def cells(place: str) -> list[tuple[str, str]]:
         ),
         (
             "markdown",
-            "## Check\n\nThe devices that are there, and what is wrong with the machine, each with its fix.",
+            "## Check\n\nLists the devices and the faults of the machine, each with its fix.",
         ),
         ("code", "!systolic doctor"),
         (
             "markdown",
-            "## Forecast\n\nWhat training would take on slices that are not here. The compiler for TPUs runs without a TPU.",
+            "## Forecast\n\nForecasts training on slices that this machine does not have. The TPU compiler runs without a TPU.",
         ),
         (
             "code",
@@ -65,11 +65,11 @@ def cells(place: str) -> list[tuple[str, str]]:
         ),
         (
             "markdown",
-            "## Train\n\nOn all devices that are there, one or eight. The same cell again continues a run that was cut off. "
-            "`!systolic recipes` lists what else can be trained.",
+            "## Train\n\nTrains on all devices of the machine. Run the cell again to continue an interrupted run. "
+            "`!systolic recipes` lists the other recipes.",
         ),
         ("code", f'systolic.train("digits", steps=200, run="{RUN}", continue_=True)'),
-        ("markdown", "## Explain\n\nWhat held the run back, with settings to try."),
+        ("markdown", "## Explain\n\nShows what limited the run, with settings to try."),
         ("code", f'systolic.explain("{RUN}")'),
         ("markdown", "## Use it"),
         ("code", f"!systolic eval {RUN}"),

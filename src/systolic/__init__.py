@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from systolic.formats.export import Exported
     from systolic.formats.importing import Imported
     from systolic.inference.command import evaluate, generate, predict, verify_bundle
+    from systolic.inference.evaluation import AnswerOptions
     from systolic.inference.model import TrainedModel
     from systolic.inference.model import open_model as open
     from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
-    from systolic.inference.scoring import AnswerOptions
     from systolic.inference.verification import Verified
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
@@ -43,7 +43,7 @@ IMPORTED = time.time()
 """Seconds since 1970 at the first import of the package: a file of it that changed later may not be what runs."""
 
 _HOME = {
-    "AnswerOptions": "systolic.inference.scoring",
+    "AnswerOptions": "systolic.inference.evaluation",
     "Chip": "systolic.chips",
     "Comparison": "systolic.comparing.comparison",
     "Exported": "systolic.formats.export",

@@ -13,6 +13,9 @@ from systolic.chips import slice
 from systolic.core.errors import RunError
 from systolic.forecasting.captured import forecast_captured
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
+ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 ON = slice("v5e-8")
 HEAD = """
@@ -56,8 +59,9 @@ def said_by_jax(program: str, folder: Path) -> str:
     (folder / "real.py").write_text(HEAD + program)
     flags = "--xla_force_host_platform_device_count=8"
     variables = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(folder / "real.py"), str(folder / "said_by_jax")]
-    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=100)
+    words = [str(folder / "real.py"), str(folder / "said_by_jax")]
+    command = [sys.executable, "-m", "tests.capture.plain", *words]
+    subprocess.run(command, cwd=ROOT, env=variables, check=True, capture_output=True, timeout=100)
     return (folder / "said_by_jax").read_text()
 
 

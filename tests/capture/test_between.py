@@ -16,6 +16,8 @@ from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.timeline import Resource
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
 HOOKED = "systolic_capture"
 MIB, GIB = 1 << 20, 1 << 30
@@ -478,3 +480,16 @@ def test_keys_of_random_numbers_that_have_no_nbytes_count_by_their_dtype(monkeyp
     monkeypatch.delattr(type(keys), "nbytes")  # as in jax 0.5
     # By hand: two uint32 a key; one alone is no large array.
     assert [size for _, size in arrays.serials([keys, keys[0]])] == [10_000 * 8]
+
+
+def test_origins_have_the_latest_call_of_each_kind_and_the_last_end_of_each_move(
+    monkeypatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(HOOK))
+    arrays = importlib.import_module(f"{HOOKED}.arrays")
+    origins = arrays.Origins({"step": 3, "loss": 9}, {("put", "host"): 64})
+    more = arrays.Origins({"step": 7, "init": 0}, {("put", "host"): 8, ("read", "host"): 32})
+    origins.join(more)
+    assert origins.calls == {"step": 7, "loss": 9, "init": 0}
+    assert origins.moves == {("put", "host"): 64, ("read", "host"): 32}
+    assert more.moves == {("put", "host"): 8, ("read", "host"): 32}

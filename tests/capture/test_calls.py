@@ -23,6 +23,8 @@ from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.incomplete import given
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
 HOOKED = "systolic_capture"

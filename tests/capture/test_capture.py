@@ -16,7 +16,7 @@ from systolic.capture import capture
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.captured import forecast_captured
 from systolic.sim.network import default_places
@@ -36,7 +36,10 @@ EXAMPLE = ROOT / "examples/plain_trainer.py"
 
 
 def command_of(program: str, tmp_path: Path) -> list[str]:
-    """A program outside of the tests: those inside are forked from a process that has jax already."""
+    """A program outside of the tests: those inside are forked from a process that has jax already.
+
+    Those of ``forked_program`` are too, from one in which the hook has seen its import.
+    """
     return [sys.executable, str(shutil.copy(PROGRAMS / program, tmp_path / program))]
 
 
@@ -74,6 +77,7 @@ def test_the_command_of_the_page_and_the_example(capsys, monkeypatch, tmp_path: 
     assert again["hbm"]["peak_bytes"] == made["hbm"]["peak_bytes"]
 
 
+@pytest.mark.usefixtures("forked_program")
 def test_a_batch_of_a_mesh_with_explicit_axes_stays_split(tmp_path: Path, folder: Path) -> None:
     on = slice("v5e-8")
     captured = capture(command_of("explicit_mesh.py", tmp_path), on, folder, quick=True)
@@ -85,6 +89,7 @@ def test_a_batch_of_a_mesh_with_explicit_axes_stays_split(tmp_path: Path, folder
     assert matmuls < (forecast.step_seconds or 0) < 3 * matmuls
 
 
+@pytest.mark.usefixtures("forked_program")
 @pytest.mark.parametrize(
     ("program", "calls"),
     [
@@ -99,6 +104,7 @@ def test_a_step_is_what_changes_the_weights(
     assert {one.name: one.calls_per_step for one in captured.programs} == calls
 
 
+@pytest.mark.usefixtures("forked_program")
 def test_gradients_that_are_gathered_outside_of_jit(tmp_path: Path, folder: Path) -> None:
     on = slice("v5e-8")
     captured = capture(command_of("accumulating.py", tmp_path), on, folder, quick=True)
@@ -135,6 +141,7 @@ def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder:
     assert captured.answer.ended == "stopped when its step had repeated"
 
 
+@pytest.mark.usefixtures("forked_program")
 def test_a_ring_over_slices_and_a_flag_that_came_late(tmp_path: Path, folder: Path) -> None:
     on = slice("2xv5e-8")
     captured = capture(command_of("ring_of_slices.py", tmp_path), on, folder, quick=True)
@@ -149,6 +156,7 @@ def test_a_ring_over_slices_and_a_flag_that_came_late(tmp_path: Path, folder: Pa
     assert "was compiled with no flags" in late
 
 
+@pytest.mark.usefixtures("forked_program")
 @pytest.mark.parametrize(
     ("name", "processes", "slices"),
     [
@@ -173,6 +181,7 @@ def test_a_program_of_several_processes(
     assert any(f"first of {processes} processes" in note for note in made.notes) == (processes > 1)
 
 
+@pytest.mark.usefixtures("forked_program")
 @pytest.mark.parametrize("name", ["v5e-8", pytest.param("2xv5e-16", marks=pytest.mark.slow)])
 def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> None:
     on = slice(name)
@@ -191,6 +200,7 @@ def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> No
     assert made.exposed_collective_seconds > weights / 200e9
 
 
+@pytest.mark.usefixtures("forked_program")
 def test_functions_that_initialize_one_array_after_the_other_are_no_step(
     tmp_path: Path, folder: Path
 ) -> None:
@@ -203,6 +213,7 @@ def test_functions_that_initialize_one_array_after_the_other_are_no_step(
     assert not captured.answer.lent_libtpu
 
 
+@pytest.mark.usefixtures("forked_program")
 def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/plain_trainer.py"), "--steps", "2"]
     first, second = tmp_path / "first", tmp_path / "second"
@@ -215,6 +226,7 @@ def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
         capture(command, slice("v5e-8"), second, step="fit")
 
 
+@pytest.mark.usefixtures("forked_program")
 @pytest.mark.parametrize(
     ("program", "says"),
     [

@@ -15,8 +15,11 @@ from systolic.capture import capture
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.forecasting import Forecast, forecast_text
-from systolic.forecasting.captured import DeviceCall, forecast_captured, schedule
+from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
+from systolic.sim.calls import DeviceCall, schedule
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook/systolic_capture"

@@ -16,6 +16,8 @@ from systolic.forecasting.costs import place_of
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.incomplete import Given
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAM = Path(__file__).parent / "programs" / "branches.py"
 MATMUL = 2 * 4096**3
 PEAK = 197e12

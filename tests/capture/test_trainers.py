@@ -12,6 +12,8 @@ from systolic.capture import capture
 from systolic.chips import slice
 from systolic.core.errors import RunError
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
 

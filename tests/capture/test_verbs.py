@@ -13,6 +13,8 @@ import pytest
 from systolic.chips import slice
 from systolic.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parents[2]
 TRAINER = [sys.executable, str(ROOT / "examples/plain_trainer.py"), "--layers", "2"]
 

@@ -5,11 +5,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace as replaced
 
 from systolic.capture import capture
 from systolic.chips import slice
 from systolic.forecasting.captured import forecast_parts, parts_of
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROGRAM = Path(__file__).parent / "programs" / "blocks.py"
 NEEDED = 2 * 2 * 8192 * 8192 * 1024

@@ -9,7 +9,7 @@ import pytest
 import systolic
 from systolic.core.errors import SystolicError
 from systolic.job import Job, Layout
-from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.models.decoder.options import RopeScaling, Stretching
 from systolic.recipes.jobs.source import source_of
 from systolic.recipes.lm import lm
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.job import Batch, Evaluation, Job, Layout
 from systolic.models.decoder.config import Decoder
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 
 SOURCE = Path(__file__).parents[2] / "src"
 MODEL = Decoder(layers=2, d_model=64, d_ff=128, heads=4, kv_heads=2, head_dim=16, vocab=264)

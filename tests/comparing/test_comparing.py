@@ -17,6 +17,7 @@ from systolic.comparing.comparison import ComparedModel, Comparison, shared_inpu
 from systolic.comparing.display.text import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
+from systolic.runs.bundle.record import EvaluationRecord
 from systolic.runs.weights import sizes_of
 from tests.runs import bundled
 
@@ -62,10 +63,12 @@ def test_a_run_and_its_bundle_are_the_same_model(
 
 
 def test_a_comparison_in_a_notebook_and_adapters_beside_their_model(tmp_path: Path) -> None:
+    recorded = [EvaluationRecord(on="test", metrics={"loss": 0.5, "top_5": None}, step=3)]
+
     def side(name: str, adapters: int) -> ComparedModel:
         sizes = {"parameters": 100, "adapter_parameters": adapters, "bytes_by_dtype": {}}
         about: Any = {"kind": "Decoder", "task": "LanguageModel", "precision": "f32", **sizes}
-        return ComparedModel(path=tmp_path / name, file_bytes=None, recorded=[], **about)
+        return ComparedModel(path=tmp_path / name, file_bytes=None, recorded=recorded, **about)
 
     told: Any = {"agreement": None, "disagreement": "other inputs", "device": "cpu"}
     made = Comparison(a=side("a", 12), b=side("b", 0), timed={}, data=None, on=(), **told)
@@ -76,7 +79,11 @@ def test_a_comparison_in_a_notebook_and_adapters_beside_their_model(tmp_path: Pa
     ]
     assert not any("adapters" in line for line in lines(replace(made, a=made.b)))
     assert repr(made) == f"<Comparison of {tmp_path / 'a'} and {tmp_path / 'b'}: other inputs>"
+    assert ["test", "loss", "on", "record", "0.5000", "0.5000"] in [
+        line.split() for line in lines(made)
+    ]
     assert made.to_json()["a"]["adapter_parameters"] == 12
+    assert made.to_json()["b"]["evaluations"][0]["metrics"] == {"loss": 0.5, "top_5": None}
 
 
 @pytest.mark.slow

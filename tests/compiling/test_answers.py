@@ -21,7 +21,7 @@ from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, 
 from systolic.compiling.compile import Pool, _Asked, _of_known_code, _request_name, version
 from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
 from systolic.core.errors import RunError
-from systolic.core.store import Store
+from systolic.core.files import Store
 from systolic.data.arrays import Arrays
 from systolic.forecasting.function import Spread, function_program
 from systolic.forecasting.run import of_outcome

@@ -188,7 +188,7 @@ def test_an_interrupted_parent_leaves_no_child(tmp_path: Path, how: signal.Signa
     if how is signal.SIGINT:
         assert left_behind(tmp_path) == []
     # What a killed parent could not remove, the next one does.
-    from systolic.core.store import Store
+    from systolic.core.files import Store
 
     with Store("programs", tmp_path).scratch():
         pass

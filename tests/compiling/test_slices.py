@@ -9,7 +9,7 @@ from systolic.compiling.functions import _mesh
 from systolic.compiling.traced import FunctionCall
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
-from systolic.steps.mesh import make_mesh, slice_of
+from systolic.steps.target import make_mesh, slice_of
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ def kinds(hint: Any) -> set[Any]:
 def records() -> dict[str, type]:
     """Every dataclass that a job of a shipped recipe is made of, by name."""
     from systolic.data.image.images import Images
-    from systolic.models.vision.vit.config import ViT
-    from systolic.steps.tasks.classification import Classification
+    from systolic.models.vision.config import ViT
+    from systolic.steps.tasks import Classification
 
     found: dict[str, type] = {}
     todo: list[Any] = [Job, Images, ViT, Classification]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from systolic.core.errors import RunError
-from systolic.core.store import Store, cache_home, read_json
+from systolic.core.files import Store, cache_home, read_json
 
 HOLDER = """\
 import sys, time
 from pathlib import Path
-from systolic.core.store import Store
+from systolic.core.files import Store
 
 store = Store("things", Path(sys.argv[1]))
 with store.scratch() as folder, store.lock("abc"):

@@ -9,8 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.device_batches import DeviceBatches
-from systolic.data.host_shard import Blocks, ProcessShare
+from systolic.data.batches import Blocks, DeviceBatches, ProcessShare
 from systolic.job.data import Read, Split
 
 DATA = Arrays.of(train={"number": np.arange(24)})

@@ -8,7 +8,7 @@ import pytest
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare, first_reader
+from systolic.data.batches import Blocks, FirstExamples, ProcessShare, first_reader
 from systolic.data.text.documents import Documents
 from systolic.job.data import MASK, Data, Read, Split
 

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from systolic.doctor.collect import gather, holders, lock_file, nvidia_gpus, place, tpu_paths, tpus
-from systolic.doctor.machine import MachineKind, Nvidia
+from systolic.doctor.machine import (
+    MachineKind,
+    Nvidia,
+    gather,
+    holders,
+    lock_file,
+    nvidia_gpus,
+    place,
+    tpu_paths,
+    tpus,
+)
 
 
 def _pci(root: Path, name: str, vendor: str, device: str, kind: str) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from systolic.doctor.machine import Death, Measured, Unmeasured
-from systolic.doctor.measure import last_line, measure, outcome
+from systolic.doctor.machine import Death, Measured, Unmeasured, last_line, measure, outcome
 from tests.doctor.machines import LAPTOP
 
 RESULT = '{"platform": "cpu", "device_kind": "cpu", "num_devices": 1, "num_local_devices": 1}'

@@ -1,6 +1,7 @@
 """``systolic explain RUN/profile``: what was measured, and what changes of the run's settings would gain."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from systolic.training.session import Audience, SessionOptions, TrainResult, _fi
 
 pytestmark = pytest.mark.own_programs
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 1, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 TOLD = "told.json"
@@ -41,8 +43,11 @@ def made(path: Path, devices: str, **more: object) -> Run:
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In a process of its own: programs that others compiled may have the same number in a profile."""
     run = tmp_path_factory.mktemp("traced") / "run"
-    command = [sys.executable, "-m", "systolic", "train", *SMALL, "--profile", "2", "--json"]
-    out = subprocess.check_output([*command, "--run", str(run)], text=True)
+    words = ["train", *SMALL, "--profile", "2", "--json", "--run", str(run)]
+    # No test reads how fast it was: XLA's costly passes take most of its time.
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "-m", "tests.explaining.command", *words]
+    out = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
     (run.parent / TOLD).write_text(out)
     return run
 

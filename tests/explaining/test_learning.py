@@ -16,7 +16,7 @@ from systolic import recipes
 from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
 from systolic.core.errors import RunError
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.explaining import layers
 from systolic.explaining.display.text import HEIGHT, lines
 from systolic.explaining.layers import noise_scale
@@ -41,8 +41,8 @@ from systolic.runs.metrics import EvalRecord, EventRecord, ProbeRecord, TrainRec
 from systolic.runs.record import RunRecord, load_run
 from systolic.setup import first_state, set_up
 from systolic.steps.programs import training
+from systolic.training.diagnosis import Probe
 from systolic.training.ledger import Ledger
-from systolic.training.probe import Probe
 from systolic.training.resuming import finished
 from tests.explaining import planted
 from tests.explaining.planted import Fault

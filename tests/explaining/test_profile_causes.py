@@ -11,7 +11,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.profiles import figures, unjudged
 from systolic.explaining.sources import step_of_profile

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting.text import FROM_SCHEDULE
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -3,7 +3,7 @@
 import pytest
 
 from systolic.forecasting.costs import by_op, by_place, clean, roll_up, seconds_by_place
-from systolic.report.charts import treemap
+from systolic.report.pages import treemap
 from tests.forecasting.display.recorded import fitting, small_timeline
 
 

@@ -18,7 +18,7 @@ from systolic.cli.main import VERBS, main
 from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.compiling.traced import ProgramFacts
-from systolic.core.store import Store
+from systolic.core.files import Store
 from systolic.forecasting.display import view
 from systolic.forecasting.run import save_executable
 from tests.forecasting.display import recorded

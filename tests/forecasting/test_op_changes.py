@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import DataError
 from systolic.forecasting import compare_texts
-from systolic.forecasting.comparison import compare, compare_forecasts
+from systolic.forecasting.comparison import ForecastChanges, compare_forecasts
 from systolic.forecasting.costs import core
 from systolic.forecasting.display import op_table
 from systolic.forecasting.op_changes import (
@@ -211,7 +211,7 @@ def test_saved_forecasts_are_compared_as_their_dumps(
 def test_the_ops_of_a_forecast_survive_its_json(sides: dict[str, Side]) -> None:
     kept = json.loads(json.dumps({"ops": table_of(groups(sides[OLD]))}))
     assert len(json.dumps(kept)) < 100_000
-    rows = changes_between(groups_in(kept), groups(sides[NEW]))
+    rows = changes_between(groups_in(kept["ops"], "old"), groups(sides[NEW]))
     assert rows == changes_of(sides[OLD], sides[NEW])
 
 
@@ -243,7 +243,9 @@ def test_a_forecast_without_a_time_has_no_seconds_of_resources(
 ) -> None:
     after = systolic.forecast(files[0], on="v6e-4").to_json()
     before = {**after, "fits": False, "step_seconds": None, "time_by_resource": {}}
-    rows = [row for row in compare(before, after) if row.group == "time by resource"]
+    rows = [
+        row for row in ForecastChanges.of(before, after).figures if row.group == "time by resource"
+    ]
     assert rows
     assert {row.before for row in rows} == {None}
     assert {row.ratio for row in rows} == {None}
@@ -252,14 +254,16 @@ def test_a_forecast_without_a_time_has_no_seconds_of_resources(
 def test_a_saved_forecast_is_refused_in_one_line(
     files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept, damaged = tmp_path / "kept.json", tmp_path / "damaged.json"
+    kept, damaged, broken = (tmp_path / f"{name}.json" for name in ("kept", "damaged", "broken"))
     record = systolic.forecast(files[0], on="v6e-4").to_json()
     kept.write_text(json.dumps(record))
+    broken.write_text(json.dumps({**record, "hbm": []}))
     damaged.write_text(json.dumps({**record, "ops": {"rows": [[1]], "parts": []}}))
     for words, message in (
         ([], "needs an earlier forecast; add --against EARLIER.json"),
         (["--against", str(kept), "--on", "v6e-8"], "kept.json is a forecast on v6e-4 and --on v6e-8 is given; leave --on out"),
         (["--against", str(damaged)], "the ops of the saved forecast of new.txt are damaged"),
+        (["--against", str(broken)], "the saved forecast of new.txt is damaged (Expected `object`, got `array` - at `$.hbm`); write it again"),
         (["--against", str(tmp_path / "none.json")], "none.json cannot be read"),
     ):  # fmt: skip
         assert main(["forecast", str(kept), *words]) != 0

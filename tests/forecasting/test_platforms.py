@@ -14,7 +14,7 @@ from systolic.chips import Slice, slice
 from systolic.compiling import Compiler, FunctionProgram, Outcome, compile
 from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import Forecast, Spread, forecast_program
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines

@@ -11,7 +11,7 @@ import pytest
 
 from systolic import recipes
 from systolic.chips import slice
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from tests.recorded import hlo
 

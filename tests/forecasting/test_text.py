@@ -7,7 +7,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines

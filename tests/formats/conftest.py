@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import transformers
 
+from systolic.formats.comparison import ParityInputs
 from systolic.formats.hugging_face import reader
-from systolic.formats.probe import ParityInputs
 from systolic.formats.source import Source
 
 

@@ -14,10 +14,9 @@ from systolic.formats.source import open_source
 from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Batch, Field, Job, Layout
 from systolic.runs.bundle.tensors import TensorSpec, write
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.language import LanguageModel
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import LanguageModel
 from tests.models.foreign import structure
 
 WIDE, LAYERS, VOCAB = 1024, 8, 8192

@@ -14,15 +14,14 @@ from safetensors.numpy import load_file, save_file
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.formats.comparison import compare
+from systolic.formats.comparison import compare, of_text, outputs_of
 from systolic.formats.hugging_face.reader import reference
 from systolic.formats.hugging_face.writer import config_of, outgoing_model
-from systolic.formats.probe import of_text, outputs_of
 from systolic.formats.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind
 from systolic.models.decoder.options import Mup
-from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.config import CNN
 from tests.formats import folders
 from tests.formats.gguf.test_gguf import KINDS, write
 from tests.steps import tiny

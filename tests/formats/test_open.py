@@ -12,7 +12,7 @@ import transformers
 
 import systolic
 from systolic.cli.main import main
-from systolic.formats.probe import PASSAGE, probe_of
+from systolic.formats.comparison import PASSAGE, probe_of
 from systolic.formats.source import open_source
 from systolic.job import Sampling
 from tests.formats import folders

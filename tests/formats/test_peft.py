@@ -17,6 +17,7 @@ import transformers
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.formats.comparison import outputs_of
 from systolic.formats.hugging_face.reader import impossible
 from systolic.formats.jobs import job_of
 from systolic.formats.peft import (
@@ -28,7 +29,6 @@ from systolic.formats.peft import (
     outgoing_adapters,
     same_adapter,
 )
-from systolic.formats.probe import outputs_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import starting_weights
 from systolic.inference.model import set_up_here

@@ -20,9 +20,8 @@ from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, fields_of_j
 from systolic.formats.source import open_source
 from systolic.formats.torch import open_state_dict, resnet, resnet_name
 from systolic.job import Batch, Job
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.vit.config import Pooling, Positions, ViT
-from systolic.steps.tasks.classification import Classification
+from systolic.models.vision.config import Pixels, Pooling, Positions, ViT
+from systolic.steps.tasks import Classification
 from tests.formats.foreign_images import picture
 from tests.formats.foreign_images import resnet as small_resnet
 from tests.runs import bundled

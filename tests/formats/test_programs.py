@@ -23,7 +23,7 @@ from systolic.models.program.config import made_by
 from systolic.models.program.function import MASK
 from systolic.models.program.torch_function import torch_function
 from systolic.runs.job_record import job_from_json, types_of
-from systolic.steps.tasks.arrays import ArrayOutputs
+from systolic.steps.tasks import ArrayOutputs
 from tests.models.program import zoo
 
 CNN_FLOPS = 2 * (8 * 8 * 16 * 9 + 256 * 10)

@@ -14,8 +14,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import systolic
 from systolic.core.errors import DataError, OptionError
-from systolic.data.audio.recordings import Recordings, Writing
-from systolic.data.audio.sound import cut, log_mel, read_sound
+from systolic.data.audio import Recordings, Writing, cut, log_mel, read_sound
 from systolic.formats.jobs import job_of, speech_job, writing_of
 from systolic.formats.source import Source, open_source
 from systolic.inference.model import set_up_here

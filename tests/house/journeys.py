@@ -159,7 +159,7 @@ JOURNEYS: Mapping[str, tuple[str, ...]] = {
         "runs/bundle/folder.py:BundleDraft.weights",
         "formats/importing.py:_compared",
         "formats/hugging_face/reader.py:check",
-        "formats/probe.py:probe_of",
+        "formats/comparison.py:probe_of",
         "formats/hugging_face/reader.py:reference",
         "inference/model.py:answers",
         "inference/model.py:from_source",

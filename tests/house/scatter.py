@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -57,7 +58,8 @@ TARGETS = {
 """A count to the number at which it is done."""
 
 
-def counts(root: Path) -> dict[str, float]:
+@cache
+def counts(root: Path) -> Mapping[str, float]:
     """Everything that :data:`TARGETS` has a number for."""
     package = root / PACKAGE
     paths = sorted(package.rglob("*.py"))
@@ -76,7 +78,8 @@ def counts(root: Path) -> dict[str, float]:
     }
 
 
-def by_part(root: Path) -> dict[str, dict[str, int]]:
+@cache
+def by_part(root: Path) -> Mapping[str, Mapping[str, int]]:
     """Counts that have their exceptions by package, or by name."""
     package = root / PACKAGE
     return {
@@ -89,25 +92,29 @@ def by_part(root: Path) -> dict[str, dict[str, int]]:
 def declarations(package: Path) -> dict[tuple[str, str], list[str]]:
     """Options of train, plan and forecast, as (verb, option), to the places that declare one with a sentence.
 
-    A declaration is a parameter that its function's docstring explains, or a field that its class's docstring or a
-    string below it does. Neither a field of the verb's answer is one, nor a namesake with none of the option's types:
-    ``Trainer(run: Run)`` beside ``run: Path | str | None``.
+    A declaration is a parameter that its function's docstring explains, or a field of a class ``…Options`` that the class's
+    docstring or a string below it does. Neither a field of any other record is one, nor a namesake with none of the
+    option's types: ``describe(flags: RunFlags)`` beside ``flags: str``.
     """
     options = {(verb, name): [] for verb in DECLARING for name in _options(verb, package)}
     for verb, (journey, *more) in DECLARING.items():
-        types, answers = _types_and_answers(verb, package)
+        types = _parameter_types(verb, package)
         for file in [*files(JOURNEYS[journey]), *more]:
             for where, name, own in _explained(package / file):
                 known = types.get(name, own)
-                if (verb, name) in options and where not in answers and (own & known or not own):
+                if (verb, name) in options and _declares(where) and (own & known or not own):
                     options[verb, name].append(f"{file}:{where}")
     return options
 
 
-def _types_and_answers(verb: str, package: Path) -> tuple[dict[str, set[str]], set[str]]:
-    """Types of the parameters of a verb's functions and views by name, and the classes that the functions return."""
+def _declares(where: str) -> bool:
+    """Whether a place is a function or a class of options, rather than a record."""
+    return where.endswith("Options") or not where.lstrip("_")[0].isupper()
+
+
+def _parameter_types(verb: str, package: Path) -> dict[str, set[str]]:
+    """Types of the parameters of a verb's functions and views, by name."""
     types: dict[str, set[str]] = {}
-    answers: set[str] = set()
     for form in VERBS[verb].forms:
         for path in (form.function, form.view):
             module, _, name = path.partition(":")
@@ -116,9 +123,7 @@ def _types_and_answers(verb: str, package: Path) -> tuple[dict[str, set[str]], s
             assert isinstance(node, ast.FunctionDef)
             for argument in [*node.args.args, *node.args.kwonlyargs]:
                 types.setdefault(argument.arg, set()).update(_types(argument.annotation, file))
-            if path == form.function:
-                answers |= _types(node.returns, file)
-    return types, answers
+    return types
 
 
 def _types(annotation: ast.AST | None, file: Path) -> set[str]:
@@ -261,8 +266,9 @@ def over(root: Path) -> Iterator[str]:
 
 def record(root: Path, *, anew: bool) -> None:
     """Writes the ratchets: the smaller of what they were and what is, or ``anew`` what is."""
-    now: dict[str, Any] = {"counts": counts(root), "parts": by_part(root)}
-    now["counts"]["lines"] = ceil(now["counts"]["lines"] / THOUSAND) * THOUSAND
+    counted = counts(root)
+    thousands = ceil(counted["lines"] / THOUSAND) * THOUSAND
+    now: dict[str, Any] = {"counts": {**counted, "lines": thousands}, "parts": by_part(root)}
     if not anew:
         before = kept()
         now["counts"] = _smaller(now["counts"], before["counts"])

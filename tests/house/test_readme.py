@@ -142,7 +142,7 @@ def named_paths() -> Iterator[tuple[str, str]]:
 def test_paths_that_pages_name_are_there() -> None:
     places = (ROOT, ROOT / "src" / "systolic", ROOT / "docs")
     found = list(named_paths())
-    assert ("docs/architecture.md", "data/device_batches.py") in found
+    assert ("docs/architecture.md", "data/batches.py") in found
     gone = [(page, path) for page, path in found if not any((p / path).exists() for p in places)]
     assert gone == []
 

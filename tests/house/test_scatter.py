@@ -83,12 +83,31 @@ def test_a_namesake_of_another_type_declares_nothing() -> None:
     }
     assert explained["train", "run"] == {"Path", "str"}
     assert explained["Trainer", "run"] == {"Run"}
-    assert explained["TrainResult", "run"] == {"Path"}  # of the verb's answer
     assert explained["describe", "flags"] == {"RunFlags"}
     declared = scatter.declarations(PACKAGE)
     assert not {"Trainer", "TrainResult", "describe"} & {
         place.partition(":")[2] for place in declared["train", "run"] + declared["train", "flags"]
     }
+
+
+def test_a_record_with_a_sentence_below_its_field_declares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``programs`` of the limits of a search is the number that ``systolic plan --programs`` declares."""
+    before = scatter.declarations(PACKAGE)["plan", "programs"]
+    goal = PACKAGE / "planning/goal.py"
+    explained = tmp_path / "goal.py"
+    bare = "    programs: int\n"
+    assert bare in goal.read_text()
+    explained.write_text(goal.read_text().replace(bare, f'{bare}    """Compiles at most."""\n'))
+    places = scatter._explained
+    monkeypatch.setattr(
+        scatter, "_explained", lambda path: places(explained if path == goal else path)
+    )
+    monkeypatch.setitem(scatter.DECLARING, "plan", ("plan", "planning/goal.py"))
+    assert ("Limits", "programs", {"int"}) in scatter._explained(goal)
+    assert scatter.declarations(PACKAGE)["plan", "programs"] == before
+    assert scatter._declares("PlanOptions")
 
 
 def test_a_worse_and_a_much_better_count_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

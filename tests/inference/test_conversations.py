@@ -10,8 +10,8 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.inference.evaluation import AnswerOptions, metrics_of
 from systolic.inference.model import turns_of
-from systolic.inference.scoring import AnswerOptions, metrics_of
 from systolic.job import Checkpoints, Evaluation, Layout, Optimizer, Sampling
 from tests.formats import folders
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import RunError
-from systolic.data.text.stops import Finish, Stops
 from systolic.inference.generation import Generator
 from systolic.inference.model import read_prompts, set_up_here
+from systolic.inference.results import Finish, Stops
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild

@@ -94,10 +94,10 @@ def test_python_answers_as_the_commands_do(home: Path, tmp_path: Path) -> None:
 
 BYTES = """
 from pathlib import Path
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.job import Batch, Job
 from systolic.models.decoder.config import Decoder
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 
 def job(root: Path) -> Job:
     model = Decoder(layers=1, d_model=16, d_ff=16, heads=2, kv_heads=2, head_dim=8, vocab=264)

@@ -14,7 +14,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.reporter import Reporter, reporting
 from systolic.job import Job
-from systolic.launching.clients import streamed
+from systolic.launching.platforms import streamed
 from systolic.launching.record import WrittenLaunch
 from systolic.launching.state import WRITTEN
 from tests.launching.kubectl import stand_in

@@ -16,8 +16,8 @@ from systolic.cli.forms import planned_request
 from systolic.cli.main import VERBS, main
 from systolic.launching import request as launching
 from systolic.launching.checks import trained
-from systolic.launching.clients import CLIENTS
 from systolic.launching.lifecycle import stop
+from systolic.launching.platforms import CLIENTS
 from systolic.launching.record import LOCAL, launches
 from systolic.recipes.jobs.source import JobSource
 

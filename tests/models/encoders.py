@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.data.text.masked import Masked, hide
 from systolic.job import Batch, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.language import MaskedTokens
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import MaskedTokens
 
 MODEL = Encoder(layers=2, d_model=32, d_ff=64, heads=4, vocab=384, positions=32)
 DATA = Masked(text=StandardLibrary(sequence=32, root=Path("nowhere")), predictions=6, share=0.2)

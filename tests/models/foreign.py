@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 
 from systolic.job import Layout, Model
 from systolic.models.families import Config, Family
-from systolic.steps.mesh import make_mesh
 from systolic.steps.network import ModelStructure
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from systolic.job import Layout
 from systolic.models.layers import GroupedBatchNorm
-from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.config import ResNet
 from tests.models import encoders, images
 
 ENCODERS = {

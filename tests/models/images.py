@@ -9,15 +9,20 @@ import numpy as np
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Job, Layout, Model, Optimizer, Remat
 from systolic.job.data import MASK
-from systolic.models.vision.cnn.config import CNN
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision.vit.config import Pooling, Positions, ViT
-from systolic.steps.mesh import make_mesh
+from systolic.models.vision.config import (
+    CNN,
+    Depth,
+    MobileNetV2,
+    Pixels,
+    Pooling,
+    Positions,
+    ResNet,
+    Stem,
+    ViT,
+)
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import Classification
 
 COLOURED = Pixels(size=16)
 CLASSES = 7

@@ -14,10 +14,9 @@ from systolic.data.arrays import Arrays
 from systolic.job import Batch, Field, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import AnyMesh, MeshTarget
-from systolic.steps.tasks.transcription import Transcription
+from systolic.steps.target import AnyMesh, MeshTarget, make_mesh
+from systolic.steps.tasks import Transcription
 
 MODEL = Whisper(
     encoder_layers=2,

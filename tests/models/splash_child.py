@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 from systolic.job import ContextOrder, Layout
 from systolic.models.attention import Logits, Masking, attention, balanced
 from systolic.models.splash import splash_attention
-from systolic.steps.mesh import make_mesh
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 
 LAYOUTS = {
     "context": Layout(fsdp=2, context=4),

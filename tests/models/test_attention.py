@@ -30,8 +30,7 @@ from systolic.models.splash import (
     is_fused,
     splash_attention,
 )
-from systolic.steps.mesh import make_mesh
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests.devices import virtual_devices
 from tests.tiers import some
 

@@ -11,7 +11,7 @@ from flax import nnx
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
 from systolic.models.decoder.moe import Mixture, balance
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from tests.models.decoders import arrays, check_cache, logits, module, program
 from tests.steps import tiny
 from tests.tiers import some
@@ -59,7 +59,7 @@ def test_parameters_are_counted(change: dict) -> None:
 def test_flops_agree_with_the_program() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE))
     shapes = steps.abstract_batch(1)
-    counted = flops.count(
+    counted = jaxpr.count(
         lambda p, r, b: steps.evaluate(p, r, b),
         steps.shapes.params,
         steps.shapes.model_state,

@@ -17,7 +17,7 @@ from systolic.models.decoder.moe import Mixture, _grouped, dropless
 from systolic.models.decoder.options import Router
 from systolic.models.grouped import Layered, grouped_product
 from systolic.models.quantized.codes import Quantized, members_apart, quantized
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from systolic.steps.decode import INT8
 from tests.models.decoders import check_cache, check_slopes, module, program, slopes
 from tests.models.drawing import normal
@@ -180,12 +180,12 @@ def test_flops_count_each_row_once() -> None:
         for shape, dtype in (((32, 16), "float32"), ((4, 16, 24), "float32"), ((4,), "int32"))
     ]
     once = 2 * 32 * 16 * 24
-    assert flops.count(jax.lax.ragged_dot, *shapes) == once
+    assert jaxpr.count(jax.lax.ragged_dot, *shapes) == once
 
     def both(x: Any, w: Any, sizes: Any) -> Any:
         return jax.grad(lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum(), (0, 1))(x, w)
 
-    assert flops.count(both, *shapes) in (2 * once, 3 * once)  # the forward one may be left out
+    assert jaxpr.count(both, *shapes) in (2 * once, 3 * once)  # the forward one may be left out
 
 
 def test_a_pipeline_is_refused() -> None:

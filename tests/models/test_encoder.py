@@ -13,7 +13,7 @@ from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Remat
 from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.recipes.mlm import mlm
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from tests.models import encoders
 from tests.models.decoders import drawn
 
@@ -108,7 +108,7 @@ def test_flops_are_those_of_the_program_and_of_bert_by_hand() -> None:
     def run(params, rest, batch):
         return of.sums(params, rest, batch, train=False)[0]["loss"].total
 
-    counted = flops.count(run, of.network.params, of.network.model_state, of.abstract_batch(1))
+    counted = jaxpr.count(run, of.network.params, of.network.model_state, of.abstract_batch(1))
     assert of.forward_flops == counted
     rows = {
         "tokens": Field(shape=(512,), dtype="int32"),

@@ -11,7 +11,7 @@ import pytest
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.recipes.lm import lm
-from systolic.steps.tasks.language import LanguageModel
+from systolic.steps.tasks import LanguageModel
 from tests.models import images
 from tests.steps import tiny
 from tests.tiers import some

@@ -17,8 +17,7 @@ from systolic.core.errors import OptionError
 from systolic.hlo.groups import parse_groups
 from systolic.job import Batch, Layout
 from systolic.models.layers import ConvNorm, start
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import ResNet, Stem
+from systolic.models.vision.config import Pixels, ResNet, Stem
 from systolic.recipes.image import ImageModel, image
 from tests.devices import virtual_devices
 from tests.models import encoders, images

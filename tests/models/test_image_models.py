@@ -10,13 +10,9 @@ import pytest
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Model, Remat
-from systolic.models.vision.cnn.config import CNN
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision.vit.config import Preset, ViT
-from systolic.models.vision.vit.module import sincos
-from systolic.steps import flops
+from systolic.models.vision.config import CNN, Depth, MobileNetV2, Pixels, Preset, ResNet, Stem, ViT
+from systolic.models.vision.module import sincos
+from systolic.steps import jaxpr
 from tests.models.decoders import drawn
 from tests.models.images import CLASSES, COLOURED, MODELS, batch, noisy, steps
 from tests.tiers import some
@@ -52,7 +48,7 @@ def test_logits_have_the_compute_dtype_statistics_stay_float32_and_flops_are_tho
     assert {p.dtype.name for p in params.values()} == {"float32"}
     assert {r.dtype.name for r in rest.values()} <= {"float32"}
     image = jax.ShapeDtypeStruct((1, 16, 16, 3), "uint8")
-    counted = flops.count(partial(forward, of), of.network.params, of.network.model_state, image)
+    counted = jaxpr.count(partial(forward, of), of.network.params, of.network.model_state, image)
     assert model.flops(of.job.data.fields()) == counted
 
 

@@ -18,7 +18,7 @@ from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.moe import choose, moved
 from systolic.models.decoder.options import Latent, Router, Score
 from systolic.models.splash import splash_attention
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from tests.models.decoders import logits, program
 from tests.models.drawing import normal
 from tests.models.foreign import continued
@@ -275,7 +275,7 @@ def test_the_program_has_what_is_counted() -> None:
     dropless = replace(LATENT, dispatch=Dispatch.dropless, capacity_factor=1.25)
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=dropless))
     batch = steps.abstract_batch(1)
-    counted = flops.count(
+    counted = jaxpr.count(
         lambda p, r, b: steps.evaluate(p, r, b),
         steps.shapes.params,
         steps.shapes.model_state,

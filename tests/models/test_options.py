@@ -14,9 +14,8 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.options import Latent, Router, Score
-from systolic.models.decoder.rotary import RopeScaling, Stretching
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.models.decoder.options import Latent, RopeScaling, Router, Score, Stretching
+from systolic.steps.tasks import LanguageModel, Unit
 from tests.steps import tiny
 
 DENSE = replace(tiny.MODEL, layers=2)

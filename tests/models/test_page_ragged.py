@@ -18,8 +18,7 @@ from systolic.models.decoder.options import Latent
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_ragged import HeadRows, RaggedArrays
 from systolic.models.decoder.paged import page_arrays
-from systolic.steps.mesh import make_mesh
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests.steps import tiny
 
 BASE = tiny.MODEL

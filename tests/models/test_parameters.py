@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder
-from systolic.models.vision.vit.config import ViT
+from systolic.models.vision.config import ViT
 from tests.models import images
 from tests.steps import tiny
 

@@ -12,7 +12,7 @@ import pytest
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Remat
 from systolic.models.whisper.config import Whisper
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from tests.devices import virtual_devices
 from tests.models import speech
 
@@ -35,7 +35,7 @@ def test_flops_are_those_of_the_program_and_by_hand() -> None:
     def run(params, rest, batch):
         return of.sums(params, rest, batch, train=False)[0]["loss"].total
 
-    counted = flops.count(run, of.network.params, of.network.model_state, of.abstract_batch(1))
+    counted = jaxpr.count(run, of.network.params, of.network.model_state, of.abstract_batch(1))
     # The program multiplies every pair of tokens; those that are seen are n (n + 1) / 2 of n^2.
     hidden = 3 * 2 * 2 * speech.MODEL.d_model * (11 * 11 - 11 * 12 // 2)
     assert of.forward_flops == counted - hidden

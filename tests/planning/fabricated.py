@@ -5,8 +5,7 @@ from functools import cache
 
 from systolic import recipes
 from systolic.chips import slice
-from systolic.core.origin import Origin
-from systolic.core.units import GIB
+from systolic.core.units import GIB, Origin
 from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage

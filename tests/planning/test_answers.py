@@ -13,7 +13,7 @@ from systolic import recipes
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of

@@ -1,7 +1,7 @@
 """GPUs beside TPUs: a roofline ranks them, and says that it is one."""
 
 from systolic.chips import slice
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.job import Axis, Layout, Remat
 from systolic.planning.analytic import analyse, facts_of
 from systolic.planning.candidate import Candidate

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import systolic
@@ -25,7 +26,7 @@ from systolic.recipes.jobs.source import new_flags
 from systolic.report.output import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord
-from systolic.runs.plan_choice import Chosen, apply, read
+from systolic.runs.plan_choice import Chosen, StepTime, apply, read
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
@@ -163,11 +164,13 @@ def test_another_program_has_no_forecast(
     plan = write(tmp_path / "plan.json", one("cpu", SETTINGS), sequence=16)
     same = requested(TINY, ["--plan", str(plan), "--steps", "3"])
     assert same.as_typed.chosen is not None
-    assert same.as_typed.chosen.forecast["step_seconds"] == 0.05
+    assert same.as_typed.chosen.forecast == StepTime(
+        step_seconds=0.05, step_seconds_low=0.0, step_seconds_high=1e6
+    )
     assert same.job.steps == 3
     other = requested(TINY, [f"--plan={plan}", "--sequence", "64"])
     assert other.as_typed.chosen is not None
-    assert not other.as_typed.chosen.forecast
+    assert other.as_typed.chosen.forecast == StepTime()
     assert "is not the one that" in capsys.readouterr().err
 
 
@@ -179,17 +182,21 @@ def test_a_resumed_run_keeps_its_plan_where_nothing_contradicts_it() -> None:
         slice="v5e-4",
         settings=SETTINGS,
         steps=6,
-        forecast={"step_seconds": 1.0},
+        forecast=StepTime(step_seconds=1.0),
     )
     record = JobRecord.from_json({"plan": json.loads(json.dumps(chosen.to_json()))})
     assert record.plan == Chosen.from_json({**chosen.to_json(), "flags": []})
     assert JobRecord.from_json({}).plan is None
+    other = JobRecord.from_json({"plan": {**chosen.to_json(), "forecast": {}}}).plan
+    assert other == replace(chosen, forecast=StepTime(), flags=[])
+    with pytest.raises(msgspec.ValidationError, match=r"plan\.forecast\.step_seconds"):
+        JobRecord.from_json({"plan": {**chosen.to_json(), "forecast": {"step_seconds": "fast"}}})
     kept = resumed(chosen, {"seed"})
     assert kept == chosen
     spread = resumed(chosen, {"layout", "steps"})
     assert spread is not None
     assert set(spread.settings) == {"batch", "precision"}
-    assert (spread.forecast, spread.steps) == ({}, 0)
+    assert (spread.forecast, spread.steps) == (StepTime(), 0)
     batched = resumed(chosen, {"batch_per_device"})
     assert batched is not None
     assert "batch" not in batched.settings

@@ -9,7 +9,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.errors import RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage

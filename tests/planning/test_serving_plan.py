@@ -17,7 +17,7 @@ from systolic.chips import Slice, slice
 from systolic.cli.main import VERBS, main
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import demand
 from systolic.forecasting.serving.capacity import ServerTimes

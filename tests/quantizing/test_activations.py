@@ -14,8 +14,8 @@ from PIL import Image
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError
+from systolic.formats.comparison import outputs_of, probe_of
 from systolic.formats.matrices import formats_of, matrices_in
-from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
 from systolic.quantizing.calibration import largest_of, moments_of

@@ -18,9 +18,9 @@ import transformers
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.formats.comparison import outputs_of, probe_of
 from systolic.formats.export import file_payload, floats_line
 from systolic.formats.matrices import Matrix, formats_of, matrices_in, whole
-from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
 from systolic.inference.evaluation import splits
@@ -34,7 +34,7 @@ from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose
 from systolic.report.output import print_json
 from systolic.runs.bundle.folder import MANIFEST
-from systolic.serving.restored import restored_on_cpu
+from systolic.serving.text.converting import restored_on_cpu
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.steps.paged import PagedSteps
@@ -288,8 +288,7 @@ def test_vectors_of_an_encoder_in_4_bits(tmp_path: Path) -> None:
 
 
 def test_the_stem_and_the_head_of_a_network_stay() -> None:
-    from systolic.models.vision.cnn.config import CNN
-    from systolic.models.vision.mobilenet.config import MobileNetV2
+    from systolic.models.vision.config import CNN, MobileNetV2
 
     for model, first, taken in (
         (MobileNetV2(multiplier=0.25, num_classes=4), "stem/", "blocks/0/depthwise/kernel"),
@@ -302,7 +301,7 @@ def test_the_stem_and_the_head_of_a_network_stay() -> None:
 
 def test_what_has_too_few_inputs_beside_each_other_is_int8() -> None:
     """A depthwise convolution sums over its taps alone: in 4 bits each weight would have a scale of its own."""
-    from systolic.models.vision.mobilenet.config import MobileNetV2
+    from systolic.models.vision.config import MobileNetV2
 
     formats = whole(MobileNetV2(multiplier=0.25, num_classes=4), WeightFormat.int4).by_path()
     assert formats["blocks/0/depthwise/kernel"] == INT8

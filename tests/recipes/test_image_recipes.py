@@ -12,18 +12,16 @@ from PIL import Image
 from systolic import recipes
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.data.image.digits import Digits
-from systolic.data.image.idx import DEBIAN
+from systolic.data.image.sets import DEBIAN, Digits
 from systolic.job import Layout, OptimizerChange, Read, Schedule, Split
 from systolic.job.data import MASK
-from systolic.models.vision.resnet.config import Stem
+from systolic.models.vision.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import PRESETS, ImageModel, image, network
 from systolic.runs import Run
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions, schedule
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests.tiers import some
 
 

@@ -22,7 +22,7 @@ def job(steps: int = SIZE):
 """
 BESIDE = """\
 from dataclasses import dataclass
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.tasks import Classification
 
 SIZE = 7
 

@@ -11,7 +11,7 @@ import pytest
 
 from systolic.forecasting.display import page as forecast_page
 from systolic.planning.display import page as plan_page
-from systolic.report import charts
+from systolic.report import pages
 from systolic.runs.record import load_run
 from systolic.sim.timeline import Resource
 from systolic.training.display import page as run_page
@@ -20,11 +20,11 @@ from tests.planning.fabricated import plan
 from tests.training.display.fabricate_run import records, summary, write_run
 
 CHROMIUM = Path("/usr/bin/chromium")
-STYLES = (Path(charts.__file__).parent / "assets" / "charts.css").read_text()
-HUES = {*charts.RESOURCES.values(), *charts.MEMORY.values(), *charts.TIMES.values()}
+STYLES = (Path(pages.__file__).parent / "assets" / "charts.css").read_text()
+HUES = {*pages.RESOURCES.values(), *pages.MEMORY.values(), *pages.TIMES.values()}
 
 
-@pytest.mark.parametrize("hue", sorted(HUES | {charts.hue(n) for n in range(20)} - {"over"}))
+@pytest.mark.parametrize("hue", sorted(HUES | {pages.hue(n) for n in range(20)} - {"over"}))
 def test_a_colour_has_a_light_and_a_dark_value(hue: str) -> None:
     if hue == "over":  # the page's own red
         assert ".over { --tone: var(--bad); }" in STYLES
@@ -35,30 +35,30 @@ def test_a_colour_has_a_light_and_a_dark_value(hue: str) -> None:
 
 
 def test_every_resource_and_kind_of_buffer_has_a_colour() -> None:
-    assert set(charts.RESOURCES) == {one.value for one in Resource}
+    assert set(pages.RESOURCES) == {one.value for one in Resource}
     held = fitting().memory
     assert held is not None
-    assert {buffer.kind for buffer in held.buffers} | set(held.by_kind) <= set(charts.MEMORY)
+    assert {buffer.kind for buffer in held.buffers} | set(held.by_kind) <= set(pages.MEMORY)
 
 
 def test_more_things_than_colours_share_the_last() -> None:
-    assert [charts.hue(n) for n in (0, charts.COLOURS - 1)] == ["c0", "c8"]
-    assert {charts.hue(n) for n in (charts.COLOURS, 99, -1)} == {"cx"}
+    assert [pages.hue(n) for n in (0, pages.COLOURS - 1)] == ["c0", "c8"]
+    assert {pages.hue(n) for n in (pages.COLOURS, 99, -1)} == {"cx"}
 
 
 def test_a_dot_beyond_the_axis_lies_on_its_edge() -> None:
-    x, y = charts.linear_axis(0, 10), charts.linear_axis(1, 2)
-    places = [(dot.left, dot.bottom) for v in (0, 1.5, 9) if (dot := charts.dot(x, y, 5, v, ""))]
+    x, y = pages.linear_axis(0, 10), pages.linear_axis(1, 2)
+    places = [(dot.left, dot.bottom) for v in (0, 1.5, 9) if (dot := pages.dot(x, y, 5, v, ""))]
     assert places == [(50, 0), (50, 50), (50, 100)]
 
 
 def test_only_axes_with_long_labels_are_crowded() -> None:
-    assert not charts.log_axis(1e-4, 1e-1).is_crowded
-    assert charts.log_axis(10, 1e8).is_crowded
+    assert not pages.log_axis(1e-4, 1e-1).is_crowded
+    assert pages.log_axis(10, 1e8).is_crowded
 
 
 def test_marks_a_pixel_apart_are_one() -> None:
-    assert charts.spread([1.0, 1.1, 1.2, 5.0]) == [1.0, 1.2, 5.0]
+    assert pages.spread([1.0, 1.1, 1.2, 5.0]) == [1.0, 1.2, 5.0]
 
 
 PAGES: dict[str, Callable[[Path], str]] = {

@@ -9,9 +9,7 @@ from systolic import recipes
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
-from systolic.models.vision.cnn.config import CNN
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.vit.config import ViT
+from systolic.models.vision.config import CNN, Pixels, ViT
 
 DECODER = Decoder(layers=1, d_model=16, d_ff=16, heads=2, kv_heads=2, head_dim=8)
 DECODER_PARAMETERS = 384 * 16 + 4 * 16 * 16 + 3 * 16 * 16 + 3 * 16

@@ -19,12 +19,11 @@ from systolic import recipes
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.data.arrays import Arrays
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.job import Adapter, Job, Layout
 from systolic.runs.bundle.folder import MANIFEST, model_record
-from systolic.runs.bundle.job import read_job, write_job
-from systolic.runs.bundle.record import BundleRecord, ImportedFrom, sealed
-from systolic.steps.tasks.transcription import Transcription
+from systolic.runs.bundle.record import BundleRecord, ImportedFrom, read_job, sealed, write_job
+from systolic.steps.tasks import Transcription
 from tests.formats.outlines import outline
 from tests.models import speech
 from tests.runs import bundled

@@ -1,5 +1,7 @@
 """Codes of 4 bits in files, two to a byte."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -24,6 +26,11 @@ def test_codes_come_back(dtype: type, columns: int) -> None:
     raw = packed(codes)
     assert (raw.dtype, raw.shape) == (np.uint8, (3, -(-columns // 2)))
     np.testing.assert_array_equal(unpacked(raw, columns, np.dtype(dtype)), codes)
+
+
+def test_a_bundle_is_described_without_jax() -> None:
+    code = "import sys, systolic.runs.bundle.folder; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_even_place_is_the_low_half() -> None:

@@ -272,7 +272,7 @@ def test_environment_says_where_it_ran(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_environment_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from systolic.runs.environment import git
+    from systolic.runs.run import git
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -30,13 +30,13 @@ from systolic.formats.outline import contents_of, weight_bytes
 from systolic.formats.source import open_source
 from systolic.inference.model import open_model, prepare_model
 from systolic.planning.serving import plan_serving
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.command import NewKey
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelLoad, ModelRegistry
+from systolic.serving.request import ModelKind
 from systolic.serving.server import ServeSettings, _changes, serve, targets
 from systolic.serving.text.opening import EngineSizes, context_of
 from tests.formats import folders

@@ -11,8 +11,8 @@ import pytest
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic, choose
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.metrics import Metrics, TextMetrics
+from systolic.serving.request import ModelKind
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest

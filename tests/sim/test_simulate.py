@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from systolic.chips import slice
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.hlo import Module, parse
 from systolic.hlo.loops import counts_of
 from systolic.sim.asynchronous import COLLECTIVES

@@ -10,8 +10,7 @@ import jax
 from systolic.job import Adapter, AdapterKind, ContextOrder, Job, Layout, Residual
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Dispatch, Mlp, NormKind
-from systolic.models.decoder.options import Latent, Mup, Router, Score
-from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.models.decoder.options import Latent, Mup, RopeScaling, Router, Score, Stretching
 from tests.steps import tiny
 
 DENSE = {

@@ -13,7 +13,7 @@ from systolic.job import Adapter, AdapterKind, Job, Layout, Remat
 from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.quantized.codes import quantized
-from systolic.steps import flops
+from systolic.steps import jaxpr
 from systolic.steps.step_functions import StepFunctions
 from tests.steps import tiny
 from tests.steps.layouts_child import LATENT
@@ -132,7 +132,7 @@ def test_flops_leave_out_gradients_of_frozen_weights() -> None:
     steps, plain = tiny.steps(adapted()), tiny.steps(tiny.job(layout=ONE))
 
     def counted(of):
-        return flops.count(of.train, of.abstract_state, of.abstract_batch())
+        return jaxpr.count(of.train, of.abstract_state, of.abstract_batch())
 
     model, sequence = tiny.MODEL, 32
     matrices = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 32 * 64

@@ -9,7 +9,7 @@ import pytest
 
 from systolic.job import Dtypes, Layout, Optimizer, OptimizerKind, Stored
 from systolic.planning.analytic import facts_of
-from systolic.steps.bf16_state import narrowed, noise, salted, stochastic_round, widened
+from systolic.steps.state import narrowed, noise, salted, stochastic_round, widened
 from tests.steps import tiny
 from tests.tiers import some
 

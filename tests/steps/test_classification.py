@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.tasks import Classification
 
 LOGITS = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
 BATCH = {

@@ -5,7 +5,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.steps.constant_folding import FoldedProgram
+from systolic.steps.jaxpr import FoldedProgram
 
 STACK = np.random.default_rng(0).normal(size=(3, 4, 4)).astype(np.float32)
 VARIANCE = np.array([1.0, 4.0, 9.0, 16.0], np.float32)

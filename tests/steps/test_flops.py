@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax import numpy as jnp
 
-from systolic.steps.flops import Products, count, products
+from systolic.steps.jaxpr import Products, count, products
 
 ROWS, IN, WIDTH = 50, 2, 64
 X = jax.ShapeDtypeStruct((ROWS, IN), "float32")

@@ -15,11 +15,10 @@ from systolic.job import Layout
 from systolic.job.data import MASK
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder
-from systolic.steps.mesh import make_mesh
+from systolic.steps.logits import cross_entropy, log_normaliser
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.language import LanguageModel, Unit
-from systolic.steps.tasks.scores import cross_entropy, log_normaliser
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import LanguageModel, Unit
 from tests.steps import tiny
 from tests.steps.test_layouts import check, on_eight_devices
 from tests.tiers import some

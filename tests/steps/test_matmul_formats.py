@@ -16,11 +16,10 @@ from systolic.core.errors import OptionError
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import product
-from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.config import CNN
 from systolic.setup import computed_in
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests.steps import tiny
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from systolic.job import Axis, Layout, Placement
-from systolic.steps.mesh import blocks, make_mesh
+from systolic.steps.target import blocks, make_mesh
 
 
 @dataclass(frozen=True)

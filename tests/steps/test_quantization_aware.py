@@ -14,8 +14,8 @@ from systolic.chips import slice
 from systolic.compiling import StepKind
 from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
+from systolic.formats.comparison import outputs_of
 from systolic.formats.matrices import whole
-from systolic.formats.probe import outputs_of
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -27,12 +27,11 @@ from systolic.job import (
     WeightFormat,
 )
 from systolic.models.quantized.codes import quantized
-from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.config import CNN
 from systolic.setup import computed_in
-from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import generation
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests.steps import tiny
 from tests.tiers import some
 from tests.training.tiny import Perceptron

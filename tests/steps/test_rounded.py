@@ -1,6 +1,8 @@
 """Programs over weights in int8 compute what they would over the same weights widened."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 from systolic import recipes
+from systolic.chips import slice
+from systolic.compiling import ServingProgram
 from systolic.core.errors import OptionError
 from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, ServedWeights
 from systolic.models.decoder.cache import Coded, coded
@@ -15,10 +19,14 @@ from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.options import Latent
 from systolic.models.quantized.codes import Quantized
 from systolic.steps.decode import Decode
-from systolic.steps.paged import ApartDecode, ApartState
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.tiers import some
+
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "benchmarks" / "serve")
+)  # as static_batch has it
+from apart import ApartDecode, ApartProgram, ApartState
 
 DENSE = Decoder(layers=2, d_model=32, d_ff=64, heads=4, kv_heads=2, head_dim=8, vocab=384)
 MIXTURE = replace(
@@ -159,3 +167,14 @@ def test_layers_apart_write_what_stacked_ones_do() -> None:
 
     found, expected = jax.jit(both)(params)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_the_program_of_layers_apart_has_arrays_for_each_layer() -> None:
+    on, devices = slice("v5e-1"), jax.devices()[:1]
+    sizes = {"job": job(DENSE, Layout(fsdp=1)), "rows": 2, "tokens": 1, "context": 16}
+    stacked, apart = (kind(**sizes).trace(on, devices) for kind in (ServingProgram, ApartProgram))
+    assert apart.facts == stacked.facts
+    arguments = [len(program.traced.jaxpr.in_avals) for program in (stacked, apart)]
+    steps = StepFunctions(sizes["job"], MeshTarget.of(sizes["job"], "cpu", devices))
+    per_layer = sum(path.startswith("blocks/") for path in steps.network.params)
+    assert arguments[1] - arguments[0] == (DENSE.layers - 1) * (per_layer + 2)  # keys and values

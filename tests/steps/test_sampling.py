@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systolic.steps import sampling
-from systolic.steps.sampling import Cuts, Draw
+from systolic.steps import logits as choosing
+from systolic.steps.logits import Cuts, Draw
 
 # As a server runs them, and in one compile a shape.
-choose, choose_by_all = jax.jit(sampling.choose), jax.jit(sampling.choose_by_all)
-penalised, score = jax.jit(sampling._penalised), jax.jit(sampling.score)
+choose, choose_by_all = jax.jit(choosing.choose), jax.jit(choosing.choose_by_all)
+penalised, score = jax.jit(choosing._penalised), jax.jit(choosing.score)
 VOCAB = 700
 CUTS = {
     "top_k": 0,

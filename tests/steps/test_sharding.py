@@ -10,8 +10,7 @@ from systolic import recipes
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler, JobProgram, compile
 from systolic.job import Axis, Layout
-from systolic.steps.sharding import parameter_spec
-from systolic.steps.target import RULES, SERVING, MeshTarget
+from systolic.steps.target import RULES, SERVING, MeshTarget, parameter_spec
 
 pytestmark = pytest.mark.own_programs
 

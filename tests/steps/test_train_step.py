@@ -23,8 +23,8 @@ from systolic.job import (
 )
 from systolic.runs.tree import flatten
 from systolic.steps.programs import jit_train
-from systolic.steps.sharding import optimizer_specs
 from systolic.steps.step_functions import build, schedule
+from systolic.steps.target import optimizer_specs
 from tests.steps import tiny
 from tests.tiers import some
 

@@ -10,10 +10,9 @@ import numpy as np
 from systolic.job import Batch, Data, Field, Job, Layout, Optimizer, Read
 from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import LanguageModel, Unit
 
 MODEL = Decoder(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, head_dim=8, vocab=64)
 

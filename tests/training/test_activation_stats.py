@@ -8,8 +8,8 @@ import numpy as np
 
 from systolic.job import Batch
 from systolic.job.data import MASK
+from systolic.quantizing.calibration import watched
 from systolic.runs.weights import Weights
-from systolic.training.activation_stats import input_moments, largest_inputs, watched
 from tests.steps import tiny
 
 
@@ -23,14 +23,14 @@ def test_inputs_of_the_first_layer_are_normalised_embeddings() -> None:
     path, layers, width = "blocks/query", model.layers, model.d_model
     shapes = {path: (layers, width, width)}
     sums = watched(made, weights, shapes, iter(batches), jnp.add)
-    largest = largest_inputs(made, weights, {path: (layers, width)}, iter(batches))
+    largest = watched(made, weights, {path: (layers, width)}, iter(batches), jnp.maximum)
     embedding = np.asarray(weights.params["embedding"], np.float64)
     rows = np.concatenate([embedding[np.asarray(one["tokens"]).ravel()] for one in batches])
     seen = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(sums[path][0], seen.T @ seen, rtol=1e-4, atol=1e-2)
     np.testing.assert_allclose(largest[path][0], abs(seen).max(0), rtol=1e-4)
     assert (largest[path][1:] > 0).all()
-    nothing = largest_inputs(made, weights, {path: (layers, width)}, iter(()))
+    nothing = watched(made, weights, {path: (layers, width)}, iter(()), jnp.maximum)
     assert not nothing[path].any()
 
 
@@ -46,7 +46,7 @@ def test_padding_does_not_count() -> None:
     batch |= {"segments": jnp.asarray(segments), MASK: jnp.asarray([1.0, 1.0, 1.0, 0.0])}
     counted, width = 5 + segments.shape[1], model.d_model
     shapes = dict.fromkeys(("blocks/query", "blocks/mlp/up"), (model.layers, width, width))
-    for sums in input_moments(steps, weights, shapes, [batch]).values():
+    for sums in watched(steps, weights, shapes, [batch], jnp.add).values():
         traces = np.trace(sums, axis1=1, axis2=2) / width
         np.testing.assert_allclose(traces, counted, rtol=1e-3)
     # The largest of a batch with outliers in the padding alone is that of the batch without them.
@@ -54,8 +54,8 @@ def test_padding_does_not_count() -> None:
     tokens = np.asarray(batch["tokens"])
     assert 63 not in tokens[segments > 0]
     batch["tokens"] = jnp.asarray(np.where(segments == 0, 63, tokens))
-    plain = largest_inputs(steps, weights, shapes, [batch])["blocks/query"]
+    plain = watched(steps, weights, shapes, [batch], jnp.maximum)["blocks/query"]
     params["embedding"] = params["embedding"].at[63, 0].set(1e3)
     np.testing.assert_array_equal(
-        largest_inputs(steps, weights, shapes, [batch])["blocks/query"], plain
+        watched(steps, weights, shapes, [batch], jnp.maximum)["blocks/query"], plain
     )

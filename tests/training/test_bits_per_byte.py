@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from systolic.data.text.bytes import StandardLibrary
-from systolic.data.text.documents import Documents
+from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.text_data import TextData
 from systolic.inference.predictions import predictions
 from systolic.job import Split

@@ -17,7 +17,7 @@ from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Checkpoints, Job, Precision
 from systolic.models.program.config import KerasModel, TorchModule, load_keras
-from systolic.steps.tasks.arrays import ArrayClassification
+from systolic.steps.tasks import ArrayClassification
 
 ROOT = Path(__file__).parents[2]
 RELATIVE = 2e-5

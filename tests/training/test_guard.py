@@ -15,7 +15,7 @@ from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
 from systolic.setup import Setup, set_up
 from systolic.steps.state import GuardState
-from systolic.training.replay import replay
+from systolic.training.diagnosis import replay
 from tests.training import tiny
 from tests.training.sessions import events, losses, records, state, train
 

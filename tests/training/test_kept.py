@@ -14,7 +14,7 @@ import pytest
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.recipes.jobs import folder as recipe_folder
-from systolic.runs import Run, trust
+from systolic.runs import Run, access
 from tests.training import tiny
 from tests.training.children import environment
 
@@ -334,19 +334,19 @@ def test_what_is_trusted_at_once_is_remembered(tmp_path: Path):
     run.chmod(0o777)
     (run / "recipe.py").touch()
     sources = [{"recipe.py": str(number).encode()} for number in range(80)]
-    trust.require(run, sources[0], trust=True)
+    access.require(run, sources[0], trust=True)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda source: trust.require(run, source, trust=True), sources))
+        list(pool.map(lambda source: access.require(run, source, trust=True), sources))
     for source in sources:
-        trust.require(run, source, trust=False)
-    with pytest.raises(trust.TrustError):
-        trust.require(run, {"recipe.py": b"other"}, trust=False)
+        access.require(run, source, trust=False)
+    with pytest.raises(access.TrustError):
+        access.require(run, {"recipe.py": b"other"}, trust=False)
 
 
 def test_a_list_that_can_not_be_written_says_what_names_its_folder(tmp_path: Path):
     (tmp_path / "config").write_text("a file")
     with pytest.raises(RunError, match=r"trusted could not be .* with XDG_CONFIG_HOME$") as caught:
-        trust.require(tmp_path, {"recipe.py": b"own"}, trust=True)
+        access.require(tmp_path, {"recipe.py": b"own"}, trust=True)
     assert "\n" not in str(caught.value)
 
 

@@ -19,7 +19,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.core.reporter import Reporter, reporting
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
@@ -27,7 +27,7 @@ from systolic.recipes.jobs.plan import candidate_of
 from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.runs import Run
 from systolic.runs.job_record import job_from_json, types_of
-from systolic.runs.plan_choice import read
+from systolic.runs.plan_choice import StepTime, read
 from systolic.setup import set_up
 from systolic.training.session import Audience
 from tests.formats.outlines import outline
@@ -184,7 +184,7 @@ def test_a_plan_is_a_value_or_a_file(tmp_path: Path) -> None:
     (warning,) = warnings
     assert warning.startswith(f"{path} does not say which Job it forecast")
     assert source.chosen is not None
-    assert (source.chosen.forecast, source.job.steps) == ({}, 9)
+    assert (source.chosen.forecast, source.job.steps) == (StepTime(), 9)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from systolic.job import (
 from systolic.models.decoder.config import Decoder
 from systolic.runs import CheckpointStore, Run
 from systolic.setup import Setup, set_up
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 from systolic.training.interrupt import end_training
 from tests.tiers import some
 from tests.training import tiny

@@ -19,7 +19,7 @@ from systolic.compiling import StepKind
 from systolic.compiling.tracing import trace_job
 from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.inference.generation import Generator
 from systolic.job import (
     Batch,
@@ -35,7 +35,7 @@ from systolic.job import (
 )
 from systolic.setup import Setup, set_up
 from systolic.steps.decode import Decode
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 from systolic.training.rehearse import rehearse
 from tests.training.sessions import evaluations, losses, records, train
 

@@ -12,8 +12,8 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
+from systolic.formats.comparison import outputs_of
 from systolic.formats.outline import outlined
-from systolic.formats.probe import outputs_of
 from systolic.job import (
     AdapterKind,
     Checkpoints,

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.cli.main import main
-from systolic.tuning.folder import num_results
 from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult
+from systolic.tuning.study import num_results
 from systolic.tuning.trials import TrialWorker
 from tests.tuning.test_trials import RATES, RECIPE, tuning, work
 

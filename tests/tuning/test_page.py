@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from systolic.tuning.answer import Repeated
 from systolic.tuning.display.page import write_page
-from systolic.tuning.seeds import Repeated
 from tests.tuning.test_trials import RATES, tuning, work
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -13,12 +13,12 @@ from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.job import Mode
 from systolic.tuning import sampling
+from systolic.tuning.answer import Repeated, repeated
 from systolic.tuning.claims import this_worker
 from systolic.tuning.display.page import render
 from systolic.tuning.objective import Aim
 from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult, TrialRow
-from systolic.tuning.seeds import Repeated, repeated
 from tests.tuning.searches import tuning_of
 
 ACCURACY, LOSS = Aim(name="accuracy", mode=Mode.max), Aim(name="loss", mode=Mode.min)

@@ -28,8 +28,7 @@ from systolic.job import Mode
 from systolic.runs.access import is_held
 from systolic.tuning import sampling
 from systolic.tuning.claims import is_gone, this_worker
-from systolic.tuning.importance import ENOUGH, _mean_shares, _shares, importance
-from systolic.tuning.objective import Aim
+from systolic.tuning.objective import ENOUGH, Aim, _mean_shares, _shares, importance
 from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address

@@ -21,7 +21,7 @@ from systolic.tuning import sampling
 from systolic.tuning.claims import this_worker
 from systolic.tuning.definition import Tuning, with_values
 from systolic.tuning.display.page import render
-from systolic.tuning.importance import importance
+from systolic.tuning.objective import importance
 from systolic.tuning.processes import DEATHS, Processes
 from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.trials import BEGUN, TrialWatcher, TrialWorker

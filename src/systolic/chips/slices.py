@@ -23,7 +23,7 @@ _HELP = "systolic chips NAME lists a chip's slices"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """Chips that are rented and linked together. All ``num_*`` count the whole, all slices of it.
+    """Chips that are rented and linked together. All ``num_*`` count all slices together.
 
     ``topology`` and ``wrap`` describe one of the ``num_slices``: chips along each axis of the
     interconnect and whether that axis has wraparound links. ``topology_name``,

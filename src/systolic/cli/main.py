@@ -162,7 +162,7 @@ VERBS = {
         usage="systolic.planning.command:USAGE",
     ),
     "calibrate": Verb(
-        "corrects the simulator by profiles of your own chips, for forecast and plan",
+        "corrects the simulator with profiles of your own chips, for forecast and plan",
         VerbForm(
             function="systolic.explaining.calibrate:calibrate",
             view="systolic.explaining.display.view:show_calibrated",
@@ -171,7 +171,7 @@ VERBS = {
         usage="systolic.explaining.calibrate:USAGE",
     ),
     "calibrations": Verb(
-        "lists calibrations, or one with what it rests on",
+        "lists calibrations, or shows the factors of one",
         VerbForm(
             function="systolic.explaining.calibrate:calibrations",
             view="systolic.explaining.display.view:show_calibrations",
@@ -362,7 +362,7 @@ VERBS = {
         usage="systolic.serving.command:BATCH_USAGE",
     ),
     "quantize": Verb(
-        "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
+        "writes a model's matrices in int8, int4, fp8 or nf4, and measures the loss",
         VerbForm(
             function="systolic.quantizing.command:quantize_model",
             view="systolic.quantizing.display.view:show",
@@ -378,7 +378,7 @@ VERBS = {
         ),
     ),
     "compare": Verb(
-        "two models side by side: size, quality, answers, latency, forecast",
+        "compares two models: size, quality, outputs, latency, forecast",
         VerbForm(
             function="systolic.comparing.command:compare_models",
             view="systolic.comparing.display.view:show",
@@ -386,7 +386,7 @@ VERBS = {
         ),
     ),
     "verify": Verb(
-        "checks that a Bundle is whole, and that it computes here what it computed",
+        "checks the files of a Bundle and replays its recorded inputs",
         VerbForm(
             function="systolic.inference.command:verify_bundle",
             view="systolic.inference.display.view:show_verified",

@@ -31,32 +31,32 @@ def compare_models(  # noqa: PLR0913  the options of systolic compare
     quick: bool = False,
     trust: bool = False,
 ) -> "Comparison":
-    """Puts two models side by side: size, quality, answers to the same inputs, latency here, forecast on a slice.
+    """Compares two models: size, quality, outputs on the same inputs, latency on this machine, forecast on a slice.
 
     Args:
         a: A run, a Bundle, a Hugging Face folder or a GGUF file.
-        b: Another one for the same task; its outputs are compared with those of the first.
-        data: Data to measure both on, such as new.jsonl, as systolic eval --path reads it, conversations by each model's chat template; without, only evaluations on record are shown.
-        batches: Only the first so many batches of it; 0 is all.
-        metric: Of conversations: exact (answers that are the reference), json (answers that are JSON), or a function of (answer, reference) as FILE.py:FUNCTION; may be given several times.
-        answers: Conversations that both models answer for the metrics, the first so many.
-        answer_tokens: Most new tokens of such an answer.
+        b: Another model for the same task; its outputs are compared with those of the first.
+        data: Data to measure both on, such as new.jsonl, as for systolic eval --path; conversations use each model's chat template. Without it only evaluations on record are shown.
+        batches: Use only the first N batches of the data; 0 uses all.
+        metric: Metric of conversations: exact (answers that equal the reference), json (answers that are JSON), or a function of (answer, reference) as FILE.py:FUNCTION.
+        answers: Number of conversations that both models answer for the metrics.
+        answer_tokens: Limit of new tokens of an answer.
         rows: Texts, pictures or recordings of a timed call, and requests of the forecast.
         prompt_tokens: Tokens of each timed prompt.
         output_tokens: New tokens of each timed prompt.
-        repeats: Timed calls of each model, in turn; 0 times none.
+        repeats: Timed calls of each model, alternating; 0 times none.
         on: Slices for forecasts of both, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
         quick: Stop the forecasts at the compiler's schedule, after seconds.
-        trust: Execute the runs' recipes although they are not yours, now and later: their digests are remembered.
+        trust: Execute the runs' recipes even if they are another user's; their digests are remembered for later commands.
 
     Raises:
         OptionError: the models have different tasks, or the data is not of their kind.
-        NotFoundError: a model, the data or a slice is not there.
+        NotFoundError: a model, the data or a slice does not exist.
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
     from systolic.comparing.comparison import compared
     from systolic.comparing.speeds import SpeedOptions
-    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.evaluation import AnswerOptions
 
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     scored = AnswerOptions(metrics=metrics, conversations=answers, tokens=answer_tokens)

@@ -12,22 +12,21 @@ from rich.text import Text
 from systolic.comparing.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.core.errors import OptionError, called
 from systolic.core.reporter import reporter
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.comparison import Cosine
-from systolic.formats.probe import PASSAGE, ROWS, TOKENS
+from systolic.formats.comparison import PASSAGE, ROWS, TOKENS, Cosine
 from systolic.formats.registry import in_files
+from systolic.inference.evaluation import AnswerOptions, check_answers, scores_of
 from systolic.inference.model import TrainedModel, keep_programs, prepare_model
-from systolic.inference.scoring import AnswerOptions, check_answers, scores_of
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
+from systolic.runs.bundle.record import EvaluationRecord
 from systolic.runs.bundle.tensors import SUFFIX
 from systolic.steps.lengths import longest_text
 
@@ -193,7 +192,7 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
     """Outputs float32[rows, ..., n] by name."""
     steps, weights, data = model.setup.steps, model.weights, model.job.data
     if not isinstance(data, InputFiles):
-        from systolic.formats.probe import outputs_of
+        from systolic.formats.comparison import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
     from systolic.inference.predictions import Runner
@@ -251,7 +250,7 @@ class ComparedModel:
     """Bytes of all weights in memory here, by dtype."""
     file_bytes: int | None
     """Bytes of the files with its weights; ``None`` for a run, whose checkpoints hold more."""
-    recorded: list[dict[str, Any]]
+    recorded: Sequence[EvaluationRecord]
     """Evaluations that its run measured."""
     measured: Mapping[str, float] | None = None
     """Metrics on the data that both were given."""
@@ -274,7 +273,7 @@ class ComparedModel:
             "bytes": self.bytes,
             "bytes_by_dtype": dict(self.bytes_by_dtype),
             "file_bytes": self.file_bytes,
-            "evaluations": self.recorded,
+            "evaluations": msgspec.to_builtins(self.recorded),
             "measured": None if self.measured is None else dict(self.measured),
             **self.speeds.to_json(),
         }
@@ -282,7 +281,7 @@ class ComparedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two models side by side."""
+    """Comparison of two models."""
 
     a: ComparedModel
     b: ComparedModel
@@ -417,17 +416,15 @@ def _file_bytes(path: Path) -> int | None:
     return None
 
 
-def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
+def _recorded(model: TrainedModel) -> Sequence[EvaluationRecord]:
     """Evaluations of the weights that the run, or the Bundle, has on record."""
     from systolic.formats.bundle import evaluations_of
 
     if not in_files(model.path):
-        evaluations = evaluations_of(model.path, model.step)
-    elif (model.path / MANIFEST).is_file():
-        evaluations = open_bundle(model.path).record.evaluations
-    else:
-        evaluations = []
-    return [msgspec.to_builtins(evaluation) for evaluation in evaluations]
+        return evaluations_of(model.path, model.step)
+    if (model.path / MANIFEST).is_file():
+        return open_bundle(model.path).record.evaluations
+    return ()
 
 
 @called("--data")

@@ -23,7 +23,7 @@ from systolic.inference.model import (
 )
 from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
-from systolic.serving.restored import restored_on_cpu
+from systolic.serving.text.converting import restored_on_cpu
 from systolic.steps.lengths import longest_text
 
 if TYPE_CHECKING:

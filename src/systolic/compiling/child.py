@@ -51,7 +51,7 @@ from systolic.compiling.outcome import (
     rejection,
 )
 from systolic.core.errors import RunError, SystolicError
-from systolic.core.store import FULL, Store, unwritable
+from systolic.core.files import FULL, Store, unwritable
 
 
 def say(**fields: Any) -> None:

@@ -58,8 +58,7 @@ from systolic.core.errors import (
     RunError,
     SystolicError,
 )
-from systolic.core.files import digest, write_json
-from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
+from systolic.core.files import FULL, Store, cache_home, digest, read_json, unwritable, write_json
 from systolic.job import Job
 from systolic.models.program.config import Maker
 

@@ -89,7 +89,7 @@ def stamp(
 
 def place(device: Any) -> list[int]:
     """(x, y, z, core, slice) of a TPU device."""
-    from systolic.steps.mesh import slice_of
+    from systolic.steps.target import slice_of
 
     return [*(*device.coords, 0, 0)[:3], device.core_on_chip, slice_of(device)]
 

@@ -34,7 +34,7 @@ from systolic.compiling.traced import (
     name_of,
 )
 from systolic.core.errors import OptionError, SystolicError
-from systolic.steps.mesh import place, slices_of
+from systolic.steps.target import place, slices_of
 
 
 def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> Traced:

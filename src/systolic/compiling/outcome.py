@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
-from systolic.core.files import others_who_write
-from systolic.core.store import read_json
+from systolic.core.files import others_who_write, read_json
 
 HLO, PROTO, REPORT, EXECUTABLE = (
     "module.hlo.gz",

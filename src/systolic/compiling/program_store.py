@@ -33,8 +33,7 @@ from systolic import IMPORTED
 from systolic.chips.host import cpu_features, model_name, num_cpus
 from systolic.compiling.executable import flags_of, place
 from systolic.core.errors import RunError
-from systolic.core.files import canonical, digest, others_who_write
-from systolic.core.store import Store
+from systolic.core.files import Store, canonical, digest, others_who_write
 from systolic.core.units import gibibytes
 from systolic.steps.step_functions import StepFunctions
 

@@ -12,12 +12,11 @@ from jax.experimental.layout import Format
 from systolic.chips import Slice
 from systolic.compiling.traced import PagedCall, ProgramFacts, ServingCall, StepKind, Traced
 from systolic.core.errors import OptionError
-from systolic.job import Batch, Job, LayerArrays, Residual, Sampling
+from systolic.job import Batch, Job, Residual, Sampling
 from systolic.models.quantized.codes import stored_bytes
 from systolic.steps.decode import Decode
-from systolic.steps.paged import ApartDecode, PagedSteps, StepInput, StepShape
+from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.programs import (
-    jit_apart,
     jit_decode,
     jit_evaluate,
     jit_paged,
@@ -100,10 +99,6 @@ def generated(decode: Decode, size: int, tokens: int, context: int) -> tuple[flo
 
 def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> Any:
     """The next token of ``size`` texts over a cache of ``context`` positions, or with more ``tokens`` the start of each text."""
-    if tokens == 1 and decode.served.layers is LayerArrays.apart:
-        apart = ApartDecode(decode)
-        weights, begun = apart.placed_weights(), apart.placed_state(size, context)
-        return jit_apart(apart, size, context).trace(weights, begun)
     steps, placement = decode.steps, decode.placement
     params = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

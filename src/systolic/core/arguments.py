@@ -320,7 +320,7 @@ def _is(value: Any, kind: Any) -> bool:
 def _made(name: str, value: Any, kind: Any) -> Any:
     """The value that a type makes of another; ``NO_VALUE`` where it takes none such."""
     if isinstance(value, PurePath) and typing.get_origin(kind) in (tuple, *_LISTS):
-        value = [value]
+        return _made(name, [value], kind)
     if typing.get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         words = shlex.split(value.replace(",", " ")) if isinstance(value, str) else value
         return tuple(argument(name, word, typing.get_args(kind)[0]) for word in words)

@@ -1,5 +1,6 @@
-"""Formats numbers for people. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
+"""Numbers for people, with their units, and where each came from. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
 
+import enum
 import math
 
 GB = 10**9
@@ -56,3 +57,18 @@ def duration(seconds: float) -> str:
 def plural(number: float, noun: str) -> str:
     """``1 record``, ``2,000 records``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+class Origin(enum.Enum):
+    """How a number was obtained, from the most to the least binding."""
+
+    measured = "measured"
+    """Read from a clock or a counter on the hardware named."""
+    simulated = "simulated"
+    """From the simulation of a compiled schedule."""
+    compiled = "compiled"
+    """Reported by the compiler."""
+    published = "published"
+    """Printed by a source that is cited beside it."""
+    assumed = "assumed"
+    """A rule or a default of this package."""

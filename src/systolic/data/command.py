@@ -29,7 +29,7 @@ USAGE = """usage: systolic data pack PATH --to OUT [options]
   inspect    shows what a model will see: fields, counts, a decoded row or a contact sheet
   tokenizer  learns a byte-level BPE vocabulary from text and writes its tokenizer.json
 
-systolic data pack --help and the like show each on its own."""
+systolic data pack --help shows the options of pack, and so on."""
 
 
 class ReadingProgress(NamedTuple):
@@ -130,18 +130,18 @@ def pack(
     shard_mib: Annotated[int, COUNT] = 256,
     images: bool = False,
 ) -> PackedData:
-    """Writes data once in the form that trains fastest: compressed, sharded, readable at random.
+    """Writes data once in the format that trains fastest: compressed, sharded, with random access.
 
-    Text is tokenised; pictures are kept as they are. OUT appears when all is written: a pack that
-    was killed leaves nothing that looks whole, and starts afresh.
+    Text is tokenised; pictures are kept as they are. OUT appears when everything is written. A pack that
+    was killed leaves no folder, and starts again.
 
     Args:
         path: Text (a file or folder of text, JSONL, Parquet, ArrayRecord, a datasets folder), or with --images a folder of pictures, one folder a class.
         to: The folder to write; it must not exist. --out is the same.
         tokenizer: A tokenizer.json, or its folder; bytes without one.
         field: The JSONL field or column that holds the text.
-        validation: Validation text; without it a share of the documents is for validation.
-        validation_share: That share, 0.01 by default; with --images of each class, 0.1 by default.
+        validation: Validation text; without it a share of the documents is used.
+        validation_share: Share of the documents for validation, 0.01 by default; with --images share of each class, 0.1 by default.
         shard_mib: Tokens per file, in MiB before compression.
         images: PATH holds pictures.
 
@@ -215,9 +215,9 @@ def train_tokenizer(
     Args:
         path: Text: a file or folder of text, JSONL, Parquet, ArrayRecord or a datasets folder.
         to: The folder to write tokenizer.json to; it must not exist. --out is the same.
-        vocab: Tokens at most, with the 256 bytes and the start and end of a document among them.
+        vocab: Limit of tokens, including the 256 bytes and the start and end of a document.
         field: The JSONL field or column that holds the text.
-        documents: Documents to learn from, spread over the text; 0 is all.
+        documents: Documents to learn from, spread over the text; 0 uses all.
 
     Raises:
         OptionError: ``to`` exists.
@@ -250,14 +250,14 @@ def inspect(
     split: Split = Split.train,
     examples: Annotated[int, COUNT] = 256,
 ) -> InspectedData:
-    """Shows what a model will see of some data, or of a recipe's with the recipe's options.
+    """Shows the examples that a model will see, of data or of a recipe with the recipe's options.
 
     Args:
         target: Text or a folder of pictures, packed or not; or the name or file of a recipe.
         tokenizer: For text: a tokenizer.json or its folder; bytes without one.
         sequence: For text: tokens per row.
         field: For text: the JSONL field or column.
-        split: Whose examples are shown.
+        split: Split to show examples of.
         examples: Examples to look at, in the order of training.
 
     Raises:
@@ -288,9 +288,9 @@ def inspect_recipe(
 
     Args:
         job: A Job, or a recipe by its name or file.
-        split: Whose examples are shown.
+        split: Split to show examples of.
         examples: Examples to look at, in the order of training.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
         NotFoundError: there is no such recipe.

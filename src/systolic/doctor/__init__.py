@@ -6,8 +6,6 @@ its record.
 """
 
 from systolic.doctor.checks import Finding, Status, examine
-from systolic.doctor.collect import gather
-from systolic.doctor.machine import Machine
-from systolic.doctor.measure import measure
+from systolic.doctor.machine import Machine, gather, measure
 
 __all__ = ["Finding", "Machine", "Status", "examine", "gather", "measure"]

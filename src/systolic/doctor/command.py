@@ -10,9 +10,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.reporter import reporter
 from systolic.doctor.checks import FALLEN_BACK, Finding, Status, examine
-from systolic.doctor.collect import gather
-from systolic.doctor.machine import Machine
-from systolic.doctor.measure import LIMIT_SECONDS, measure
+from systolic.doctor.machine import LIMIT_SECONDS, Machine, gather, measure
 from systolic.doctor.multi_host import WAIT_SECONDS, examine_hosts
 from systolic.training import distributed
 from systolic.training.distributed import detect

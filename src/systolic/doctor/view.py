@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from systolic.core.units import GIB, si
 from systolic.doctor.checks import Status
-from systolic.doctor.collect import PACKAGES
-from systolic.doctor.machine import Measured
+from systolic.doctor.machine import PACKAGES, Measured
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,22 +13,23 @@ from systolic.forecasting.calibrations import CalibrationRecord, load, names, pa
 
 USAGE = """usage: systolic calibrate PROFILE [PROFILE ...] --name NAME [options]
 
-PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, or a directory with some: RUN/profile after systolic train
---profile N, or what jax.profiler.trace wrote. Each op is set beside its price in the simulated program, which an
-xplane.pb holds; without it a dump takes its place (--against), else ops are priced alone from their lines, which fusions
-without a matmul and kernels can't be. What comes out are a few factors: measured over simulated seconds of matmuls,
-kernels, elementwise fusions, data formatting and each kind of collective, and the bytes a second of the host link.
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, or a directory with such files: RUN/profile after systolic
+train --profile N, or the output of jax.profiler.trace. Each op is compared with its price in the simulated program,
+which an xplane.pb contains. Without it, --against names a dump of the program; without that, ops are priced from
+their lines, except for kernels and for fusions without a matmul. The result is a few factors, measured over simulated
+seconds of matmuls, kernels, elementwise fusions, data formatting and each kind of collective, and the bytes per
+second of the host link.
 
-Passes and formatting in vector memory have factors of their own, and no factor makes an op faster than the published
+Passes and formatting in vector memory have their own factors. No factor makes an op faster than the published
 rates of the matrix units, device memory, links and host link.
 
-systolic forecast, plan and explain take them: --calibration NAME. systolic calibrations lists them."""
+Use it with systolic forecast, plan and explain --calibration NAME. systolic calibrations lists all."""
 
 LIST_USAGE = """usage: systolic calibrations [NAME] [options]
 
-The calibrations that systolic calibrate made: corrections of the simulator from measured profiles.
+Lists the calibrations of systolic calibrate: corrections of the simulator from measured profiles.
 
-They are files in ~/.config/systolic/calibrations, or under $XDG_CONFIG_HOME; remove one to forget it."""
+They are files in ~/.config/systolic/calibrations, or under $XDG_CONFIG_HOME; remove a file to delete one."""
 
 NAME = Required("a name; add --name my-v5e, which --calibration my-v5e then takes")
 PATHS = OptionWords(tuple[Path, ...])
@@ -53,18 +54,18 @@ def calibrate(
     chip: str = "",
     on: Annotated[str | Slice, SLICE] = "",
 ) -> Calibrated:
-    """Corrects the simulator by profiles of TPUs, and writes the corrections into the user's folder.
+    """Corrects the simulator with profiles of TPUs, and writes the corrections to the user's folder.
 
     Args:
-        profiles: Profiles of one generation of TPUs; several are taken together.
-        name: The calibration's name; one that is there is replaced.
-        against: Scheduled HLO of a program that the profiles ran, where they do not hold it; may be given with several files.
+        profiles: Profiles of one generation of TPUs; several are combined.
+        name: Name of the calibration; an existing one is replaced.
+        against: Scheduled HLO of the profiled program, if the profiles do not contain it; may be several files.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it.
         on: The slice that the profiles were recorded on; by default as many devices of the chip as the programs name.
 
     Raises:
         NotFoundError: there is no such profile or dump.
-        DataError: a file is damaged, or no op of the profiles has a price to set its time against.
+        DataError: a file is damaged, or no op of the profiles has a price to compare with its time.
         OptionError: the chip is not known, is no TPU, or differs between the profiles; or a dump is of another program.
         RunError: the calibration can't be written.
     """
@@ -94,11 +95,11 @@ def calibrations(
         name: A calibration, or the path of its file: what it corrects, and how much each factor rests on.
 
     Returns:
-        All of them; of a name that one. A damaged file is warned of and left out of the list.
+        All calibrations, or the named one. A damaged file is left out of the list, with a warning.
 
     Raises:
-        NotFoundError: there is none of the name.
-        DataError: the file of the name is damaged.
+        NotFoundError: no calibration has that name.
+        DataError: its file is damaged.
     """
     if name is not None:
         return load(name)

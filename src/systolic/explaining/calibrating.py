@@ -445,7 +445,7 @@ def record_of(request: CalibrationRequest) -> CalibrationRecord:
 
     Raises:
         NotFoundError: there is no such profile or dump.
-        DataError: a file is damaged, or no op of the profiles has a price to set its time against.
+        DataError: a file is damaged, or no op of the profiles has a price to compare with its time.
         OptionError: the chip is not known, is no TPU, or differs between the profiles; or a dump is of another program.
     """
     check_name(request.name)

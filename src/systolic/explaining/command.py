@@ -37,26 +37,27 @@ USAGE = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain DUMP.txt --on SLICE [options]
        systolic explain --on SLICE [options] -- python train.py [its options]
 
-RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
-and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
-systolic forecast --json or systolic plan wrote; it takes the options of a recipe too, and --against says
-what makes one slower. Both are forecast from the compiler's schedule, whichever way the files were made.
+RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice. The answer is where its step's time goes and
+which changes of settings help: each is compiled and forecast again, then combined until none helps. For a step that
+does not fit, the answer is the fastest layout that does. FORECAST.json is a file of systolic forecast --json or
+systolic plan; it takes the recipe's options too, and --against shows what makes one of two files slower. Both files
+are forecast from the compiler's schedule, however they were made.
 
-RUN is a directory that systolic train made, of a run that has ended or still trains: what keeps it from
-learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took its time besides
-the steps (input, recompilation, evaluation, checkpoints), worst first.
+RUN is the directory of a run, ended or still training. The answer, worst first, is what keeps it from learning (spikes,
+dead gradients, learning rate, batch, rounding, overfitting) and what took time besides the steps (input,
+recompilation, evaluation, checkpoints).
 
-PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU or a directory with some (those of several
-hosts are read together, of several runs the newest): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
-the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
-devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
-changes of its settings gain, each forecast for its slice.
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU, or a directory with such files: RUN/profile after
+systolic train --profile N, or the output of jax.profiler.trace. Files of several hosts are read together; of several
+runs the newest is read. The answer is where the median step's time goes: waiting for input, the host, copies from and
+to its memory or other devices, recompilation, and slow ops, each with its bytes and rate. For a run on TPUs it also lists
+changes of settings that help, each forecast for its slice.
 
-DUMP.txt is scheduled HLO that another program wrote (compiled.as_text(), or XLA's dump after optimizations), and what
-follows -- is a JAX program of your own, which runs unchanged until its step is known, as for systolic forecast: where
-the step's time goes, by the same causes. No settings are tried: systolic knows no options of it.
+DUMP.txt is scheduled HLO of another program: compiled.as_text(), or XLA's dump after optimizations. -- runs a JAX program
+of your own, unchanged, until its step is known, as systolic forecast does. Both answers have the same causes, but no
+changes of settings, since systolic does not know the program's options.
 
-Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
+Exits with 1 when a step does not fit and no change makes it fit. Changes are tried for train steps
 only; systolic plan searches further."""
 
 TARGET = Wording("a Job, the name of a recipe or a model, or a path")
@@ -177,22 +178,22 @@ def explain(  # noqa: PLR0913  the options of all forms
     Args:
         target: A job, or the name of a recipe or a model that makes one; the path of a run, of a profile, of scheduled
             HLO, or of what ``systolic forecast --json`` or ``plan`` wrote; or the words of a command that starts a program.
-        on: The slice, of a job, a dump or a program; of a saved forecast another than its own.
+        on: The slice of a job, a dump or a program; for a saved forecast a slice in place of its own.
         step: Which of a job's steps, ``train``, ``eval``, ``prefill`` or ``decode``; changes are tried for train steps
             only. Of a program the name of the jitted function that is the step.
-        flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
+        flags: Compiler flags of a job, on top of those that all jobs on the chip share; ``none`` leaves these out.
         remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
-        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        workers: Parallel compiles; 0 takes as many as cores and memory allow.
         quick: Judge a run by its records only.
         trust: Execute a run's recipe although it is another user's.
         chip: The chip of a profile whose file does not name it, as a ``trace.json.gz`` does not: ``tpu7x``.
-        against: Of a saved forecast another one; of a profile its program's scheduled HLO, ``program`` or ``lines``.
+        against: For a saved forecast another one; for a profile its program's scheduled HLO, ``program`` or ``lines``.
         minutes: Minutes that a program may take to its step; 20 by default.
         trips: Trips of loops that a program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
         calibration: Corrections of the simulator from profiles of the slice's chip: a name that
             ``systolic calibrations`` lists, or the path of a calibration's file.
-        options: Of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
+        options: Options of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
 
     Raises:
         NotFoundError: the path holds nothing that can be explained.
@@ -296,12 +297,12 @@ def explain_step(  # noqa: PLR0913  the options of systolic explain RECIPE
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
         step: Which of the job's steps: train, eval, prefill or decode; changes of settings are tried for train steps only.
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
-        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
-        workers: Compiles at once; 0 takes as many as cores and memory allow.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        remedies: Changes of settings to compile and forecast, one at a time, if the step fits. Up to twice as many follow: combinations of the best, until none helps, and changes of precision and batch. 0 lists only causes.
+        workers: Parallel compiles; 0 takes as many as cores and memory allow.
+        trips: Number of iterations of a loop whose length the program does not fix, NAME=NUMBER, such as while.5=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
-        options: Of the recipe.
+        calibration: Correct the simulator with profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+        options: Options of the recipe.
 
     Raises:
         OptionError: the slice is not of TPUs, or an option does not parse.
@@ -351,11 +352,11 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
     Args:
         path: The file.
         against: Another saved forecast or plan: print what makes one slower.
-        on: Another slice than the file's.
-        step: Another of the job's steps than the file's.
+        on: Slice in place of the file's.
+        step: Step of the job in place of the file's.
         flags: Compiler flags on top of those of the file; none leaves these out.
         reader: Makes the recipe's options, where they are not given by name.
-        options: Of the recipe, in place of those of the file.
+        options: Options of the recipe, in place of those of the file.
 
     Raises:
         NotFoundError: there is no such file, slice, recipe or calibration.
@@ -377,7 +378,7 @@ def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.js
     slices = [of.on] if other is None else [of.on, other.on]
     known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
     with working(f"{of.recipe.target} for {of.on.name}"):
-        if other is not None:
+        if other is not None and against is not None:
             return compare(of, other, known, (path_text(path), path_text(against)))
         explainer = replace(
             of.explainer(), remedies=remedies, workers=bounded_workers(workers), given=known
@@ -394,8 +395,8 @@ def explain_run(path: Path | str, *, quick: bool = False, trust: bool = False) -
 
     Args:
         path: The run, which has ended or is still training.
-        quick: Judge by its records only. Otherwise a run without gradient probes is probed now, at its newest checkpoint, where this machine can.
-        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        quick: Use only the run's records. Otherwise a run without gradient probes is probed now, at its newest checkpoint, if this machine can.
+        trust: Execute the run's recipe.py even if it is another user's; its digest is remembered for later commands.
 
     Raises:
         NotFoundError: the run does not exist.
@@ -422,9 +423,9 @@ def explain_profile(
 
     Args:
         path: An ``xplane.pb``, a ``trace.json.gz`` or a directory with some.
-        remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
+        remedies: Changes of settings to compile and forecast, one at a time, for the profile of a run on TPUs. Up to twice as many follow: combinations of the best. 0 lists only causes.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
-        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text; program, for what an xplane.pb holds of it; or lines, which prices each op alone from its line in the profile.
+        against: Compare the measurement with a forecast of the program, op by op. Give its scheduled HLO text, or program for the one in an xplane.pb, or lines to price each op from its line in the profile.
 
     Raises:
         NotFoundError: there is no such file.
@@ -467,8 +468,8 @@ def explain_program(
 
     Args:
         command: The program with its options; it runs in its own environment, unchanged.
-        on: The slice of TPUs that the program is shown.
-        step: Name of the jitted function that is the step; by default what the program calls again and again.
+        on: The slice of TPUs that the program sees.
+        step: Name of the jitted function that is the step; by default the sequence of calls that repeats.
 
     Raises:
         OptionError: an option that does not parse, or several slices.

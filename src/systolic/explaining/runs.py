@@ -14,7 +14,7 @@ from systolic.core.units import duration
 from systolic.explaining import learning
 from systolic.explaining.settings import changes, settings_of
 from systolic.explaining.step import Cause
-from systolic.runs import time_breakdown as records
+from systolic.runs import record as records
 from systolic.runs.job_record import read_record
 from systolic.runs.metrics import ProbeRecord, probe_of
 from systolic.runs.record import RunRecord, load_run
@@ -343,7 +343,7 @@ def probe(run: Run, *, trust: bool = False) -> tuple[list[ProbeRecord], str]:
     from systolic.inference.model import set_up_here
     from systolic.recipes.jobs.run import rebuild
     from systolic.setup import with_start
-    from systolic.training.probe import examine, too_large
+    from systolic.training.diagnosis import examine, too_large
 
     if not any(run.checkpoints.glob("[0-9]*")):
         return [], "there is no checkpoint to probe"

@@ -19,7 +19,7 @@ from systolic.explaining.explainer import RecipeStep
 from systolic.forecasting import Forecast
 from systolic.job.layout import RENAMED
 from systolic.recipes.jobs.source import arguments_of
-from systolic.runs import trust
+from systolic.runs import access
 from systolic.runs.plan_choice import is_plan, load
 from systolic.sim.incomplete import NOTHING, Given
 
@@ -162,7 +162,7 @@ def _require_own(recipe: str, named_by: Path) -> None:
     file = Path(recipes.split(recipe)[0])
     if recipe in recipes.shipped() or not file.is_file():
         return
-    reason = trust.foreign([file, file.absolute().parent])
+    reason = access.foreign([file, file.absolute().parent])
     if reason:
         raise RunError(
             f"{reason}, and {named_by} names {file} as its recipe; read it, then give it yourself: systolic explain {recipe} --on v5e-16"
@@ -222,7 +222,7 @@ def step_of_file(
         step: Another of the job's steps.
         flags: Compiler flags on top of those of the file; ``none`` leaves these out.
         reader: Makes the recipe's options, in place of ``options``.
-        options: Of the recipe, in place of those of the file.
+        options: Options of the recipe, in place of those of the file.
 
     Raises: as :func:`saved_step`.
     """

@@ -50,23 +50,24 @@ USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast --on SLICE [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
-the slice by the slice's own compiler and the schedule is simulated; no such hardware is needed.
-On cpu the program is compiled too and its time is a roofline at measured rates. A GPU that this
-machine doesn't have (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as
-assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
+the slice by the slice's own compiler, and the schedule is simulated. The hardware is not needed.
+On cpu the program is compiled too, and its time is a roofline at measured rates. A GPU that this
+machine does not have (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as
+assumed.
+MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
-dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
-after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --csv, --trips, --cost, --calibration and --json.
---against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed,
-and so does --against EARLIER.json, which systolic forecast … --json > EARLIER.json keeps; FORECAST.json is another of those.
--- runs a JAX program of your own, unchanged and in its own environment, on a slice that is not there, until its step
-is known: that step is compiled by that environment's libtpu and simulated, and the program ends before it trains.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
-SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
+dump.txt is scheduled HLO of another program: compiled.as_text(), or XLA's dump after optimizations. It
+takes --on, --html, --perfetto, --xprof, --against, --csv, --trips, --cost, --calibration and --json.
+--against lists the ops that changed since an earlier dump of the program (before an upgrade of JAX or libtpu, or
+a flag) or a saved forecast. systolic forecast … --json > EARLIER.json saves one; FORECAST.json is another.
+-- runs a JAX program of your own, unchanged and in its own environment, as if on the slice, until its step
+is known. That environment's libtpu compiles the step, which is simulated. The program ends before it trains.
+SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several slices with commas, and
 --vary layout.fsdp=4,8,16, make a table with a row for each combination.
 
-Exits with 1 when the step does not fit, of a table when no row does.
+Exits with 1 when the step does not fit, or no row of a table does.
 systolic forecast RECIPE --help shows the recipe's options."""
 
 ON = Required("a slice; add --on v5e-16, systolic chips lists them")
@@ -153,23 +154,23 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
 
     Args:
         what: A Job, a name, the path of a dump, or a function.
-        args: Of a function.
+        args: Arguments of a function.
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas make a table.
         vary: An option of the recipe with several values, for a table: --vary layout.fsdp=4,8,16. Repeat it for all combinations.
         step: Which of the job's steps: train, eval, prefill or decode.
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
-        save: Keep the compiled executable in this file.
+        save: Save the compiled executable to this file.
         against: Print what changed since the forecast in this JSON file, or since a dump of the program, and which ops changed.
         csv: Write the table to this file as CSV.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
+        trips: Number of iterations of a loop whose length the program does not fix, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
-        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
-        options: Of the recipe that ``what`` names.
+        calibration: Correct the simulator with profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+        options: Options of the recipe that ``what`` names.
 
     Raises:
-        OptionError: an option has no such value, ``quick`` is asked for with ``save``, a table with ``save`` or
-            ``against``, or the program has nothing of a name in ``trips`` or ``costs``; or the calibration is of another chip.
+        OptionError: an option has no such value, ``quick`` is combined with ``save`` or a table with ``save`` or
+            ``against``, ``trips`` or ``costs`` name nothing in the program, or the calibration is of another chip.
         NotFoundError: there is no such recipe, slice or calibration.
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed, or a file can't be written.
@@ -276,10 +277,10 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
 
     Args:
         command: The program with its options; it runs in its own environment, unchanged.
-        on: The slice of TPUs that the program is shown.
-        step: Name of the jitted function that is the step; by default what the program calls again and again.
-        minutes: Minutes that the program may take to its step.
-        keep: Keep the compiled text, the compiler's memory report and the order of devices in this new folder.
+        on: The slice of TPUs that the program sees.
+        step: Name of the jitted function that is the step; by default the sequence of calls that repeats.
+        minutes: Limit in minutes for the program to reach its step.
+        keep: Save the compiled text, the compiler's memory report and the order of devices to this new folder.
 
     Raises:
         OptionError: an option that does not parse, or several slices.
@@ -350,17 +351,16 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         on: The slice: v5e-8, v6e-8, tpu7x-8, cpu.
         prompt_tokens: Tokens of each prompt.
         output_tokens: New tokens of each request.
-        concurrency: Numbers of requests under way, one line each; by default 1, 4, 16 and so on, as many as fit.
-        ttft: Time to the first token that the best load keeps on average: 500ms, 2s.
-        tpot: Time of each further token that the best load keeps on average: 30ms.
+        concurrency: Numbers of concurrent requests, one line each; by default 1, 4, 16 and so on, as many as fit.
+        ttft: Limit of the mean time to the first token for the best load: 500ms, 2s.
+        tpot: Limit of the mean time of each further token for the best load: 30ms.
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
-        host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
+        host_ms: Milliseconds of the host's work for each step, an assumption; shown both overlapped with the step and after it.
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
-        expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
-        flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
-        options: Of the recipe that ``job`` names; without a layout among them the server has the one that holds most requests.
+        expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
+        options: Options of the recipe that ``job`` names; without a layout among them the server has the one that holds the most requests.
 
     Raises:
         OptionError: an option that does not parse or is out of its range, or the model has no cache.

@@ -5,25 +5,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+
 from systolic.chips import Slice, slice
 from systolic.core.arguments import OptionWords, Required, Wording, command_of
-from systolic.core.errors import OptionError
+from systolic.core.errors import DataError, OptionError
 from systolic.core.files import read_given
 from systolic.forecasting.costs import roll_up
 from systolic.forecasting.op_changes import OpChange, OpFate, changes_of, groups_in
-from systolic.report import figures
 
 if TYPE_CHECKING:
     from systolic.sim.incomplete import Given
 
 ROWS = 12
 """Most rows of a group in a comparison, the largest changes first."""
-SAME = 0.0005
+FIGURE_SHARE = 0.0005
 """Changes below this share of the step are left out."""
-UNITS = ("tokens", "examples", "calls")
-"""Units of which a forecast counts one."""
 ORDER = ("first", "second")
-LEAST = 0.0002
+OP_SHARE = 0.0002
 """Changes of an op's time below this share of the step have no row of their own."""
 
 
@@ -50,13 +49,78 @@ class FigureChange:
         return asdict(self)
 
 
+class _Memory(msgspec.Struct, frozen=True):
+    peak_bytes: float | None = None
+    by_kind: dict[str, float] | None = None
+
+
+class _CalibrationName(msgspec.Struct, frozen=True):
+    name: str | None = None
+
+
+class _Versions(msgspec.Struct, frozen=True, omit_defaults=True):
+    libtpu: str | None = None
+    jax: str | None = None
+
+
+class ComparedForecast(msgspec.Struct, frozen=True):
+    """The JSON of a forecast, as far as two are compared by it; null for what a version did not write, or what has no time."""
+
+    recipe: str
+    slice: str
+    fits: bool
+    hbm: _Memory
+    step_seconds: float | None
+    time_by_resource: dict[str, float]
+    time_by_layer: dict[str, float] | None = None
+    mfu: float | None = None
+    tokens_per_second: float | msgspec.UnsetType | None = msgspec.UNSET
+    examples_per_second: float | msgspec.UnsetType | None = msgspec.UNSET
+    calls_per_second: float | msgspec.UnsetType | None = msgspec.UNSET
+    """A forecast has that of its own unit alone."""
+    usd_per_billion_tokens: float | None = None
+    usd_per_million_examples: float | None = None
+    usd_per_million_calls: float | None = None
+    quick: bool | None = None
+    calibration: _CalibrationName | None = None
+    compiler: _Versions | None = None
+    ops: Any = None
+    """Table of :func:`~systolic.forecasting.op_changes.table_of`."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "ComparedForecast":
+        """The forecast of a JSON.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        try:
+            return msgspec.convert(record, cls)
+        except msgspec.ValidationError as error:
+            raise DataError(
+                f"the saved forecast of {record.get('recipe')} is damaged ({error}); write it again with systolic forecast … --json"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """``lm on v5e-4``."""
+        return f"{self.recipe} on {self.slice}"
+
+    @property
+    def unit(self) -> str:
+        """``tokens``, ``examples`` or ``calls``; empty where it counts none."""
+        rates = (self.tokens_per_second, self.examples_per_second, self.calls_per_second)
+        units = zip(("tokens", "examples", "calls"), rates, strict=True)
+        return next((unit for unit, rate in units if rate is not msgspec.UNSET), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForecastChanges:
     """A forecast beside an earlier one."""
 
-    before: Mapping[str, Any]
-    """JSON of the earlier one."""
-    after: Mapping[str, Any]
+    before: ComparedForecast
+    after: ComparedForecast
+    record: Mapping[str, Any]
     """JSON of the later one."""
     figures: Sequence[FigureChange]
     """Step, memory, money, resources and places."""
@@ -66,30 +130,27 @@ class ForecastChanges:
     """Differences beside the programs, a line each."""
 
     @classmethod
-    def of(cls, before: Mapping[str, Any], after: Mapping[str, Any]) -> "ForecastChanges":
+    def of(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> "ForecastChanges":
         """Compares the JSON of two forecasts.
 
         Raises:
-            DataError: the ops of one are damaged.
+            DataError: one is damaged.
         """
-        old, new = groups_in(before), groups_in(after)
+        before, after = ComparedForecast.of(earlier), ComparedForecast.of(later)
+        old, new = (groups_in(side.ops, side.recipe) for side in (before, after))
         return cls(
             before=before,
             after=after,
+            record=later,
             figures=compare(before, after),
             ops=changes_of(old, new) if old and new else (),
             notes=unlike(before, after),
         )
 
     @property
-    def name(self) -> str:
-        """The earlier forecast: ``lm on v5e-4``."""
-        return name_of(self.before)
-
-    @property
     def step_seconds(self) -> float:
         """Seconds of the later one's step; 0 where it does not fit."""
-        return self.after["step_seconds"] or 0.0
+        return self.after.step_seconds or 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Figures as ``against``; ops that changed as ``against_ops``, where both keep their ops; ``against_notes``."""
@@ -163,14 +224,9 @@ def _is_hlo(path: Path) -> bool:
         return False
 
 
-def name_of(forecast: Mapping[str, Any]) -> str:
-    """``lm on v5e-4``."""
-    return f"{forecast['recipe']} on {forecast['slice']}"
-
-
 def changed_ops(rows: Sequence[OpChange], step_seconds: float) -> list[OpChange]:
-    """Rows that a table has: what changed by more than :data:`LEAST` of the step, the largest first."""
-    least = LEAST * step_seconds
+    """Rows that a table has: what changed by more than :data:`OP_SHARE` of the step, the largest first."""
+    least = OP_SHARE * step_seconds
     return [row for row in rows if row.change is not OpFate.same and abs(row.seconds) > least]
 
 
@@ -195,62 +251,72 @@ def is_forecast(record: Any) -> bool:
     return isinstance(record, dict) and names <= set(record)
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """Compares the JSON of two forecasts: step, memory, money, resources, places."""
-    rows = (
-        ("step", ("step_seconds",), "s"),
-        ("MFU", ("mfu",), "share"),
-        *((f"{unit}/s", (f"{unit}_per_second",), "") for unit in UNITS),
-        ("peak memory", ("hbm", "peak_bytes"), "B"),
-        ("per billion tokens", ("usd_per_billion_tokens",), "$"),
-        ("per million examples", ("usd_per_million_examples",), "$"),
-        ("per million calls", ("usd_per_million_calls",), "$"),
-    )
+def compare(before: ComparedForecast, after: ComparedForecast) -> list[FigureChange]:
+    """Compares two forecasts: step, memory, money, resources, places."""
+    old, new = _figures(before), _figures(after)
     changes = [
-        FigureChange(
-            group="", name=name, before=_at(before, path), after=_at(after, path), unit=unit
-        )
-        for name, path, unit in rows
+        FigureChange(group="", name=name, before=figure, after=new[name][0], unit=unit)
+        for name, (figure, unit) in old.items()
+        if (figure, new[name][0]) != (None, None)
     ]
-    changes = [change for change in changes if (change.before, change.after) != (None, None)]
-    old, new = before["hbm"].get("by_kind") or {}, after["hbm"].get("by_kind") or {}
-    changes += _table("memory", old, new, "B", 0.0)
-    steps = [record.get("step_seconds") or 0.0 for record in (before, after)]
-    least = SAME * max(steps)
+    changes += _table("memory", before.hbm.by_kind or {}, after.hbm.by_kind or {}, "B", 0.0)
+    least = FIGURE_SHARE * max(before.step_seconds or 0.0, after.step_seconds or 0.0)
     changes += _table(
-        "time by resource", before["time_by_resource"], after["time_by_resource"], "s", least
+        "time by resource", before.time_by_resource, after.time_by_resource, "s", least
     )
-    old, new = before.get("time_by_layer") or {}, after.get("time_by_layer") or {}
-    if old and new:
+    if before.time_by_layer and after.time_by_layer:
+        layers = {**before.time_by_layer, **after.time_by_layer}
         names = roll_up(
-            {name: old.get(name, 0.0) + new.get(name, 0.0) for name in {**old, **new}}, ROWS
+            {
+                name: before.time_by_layer.get(name, 0.0) + after.time_by_layer.get(name, 0.0)
+                for name in layers
+            },
+            ROWS,
         )
-        changes += _table("time by layer", _summed(old, names), _summed(new, names), "s", least)
+        changes += _table(
+            "time by layer",
+            _summed(before.time_by_layer, names),
+            _summed(after.time_by_layer, names),
+            "s",
+            least,
+        )
     return changes
 
 
-def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _figures(side: ComparedForecast) -> dict[str, tuple[float | None, str]]:
+    """Figures of a forecast with their units, by name."""
+    return {
+        "step": (side.step_seconds, "s"),
+        "MFU": (side.mfu, "share"),
+        "tokens/s": (side.tokens_per_second or None, ""),
+        "examples/s": (side.examples_per_second or None, ""),
+        "calls/s": (side.calls_per_second or None, ""),
+        "peak memory": (side.hbm.peak_bytes, "B"),
+        "per billion tokens": (side.usd_per_billion_tokens, "$"),
+        "per million examples": (side.usd_per_million_examples, "$"),
+        "per million calls": (side.usd_per_million_calls, "$"),
+    }
+
+
+def unlike(before: ComparedForecast, after: ComparedForecast) -> list[str]:
     """Differences between two forecasts beside the programs, a line each: what their figures can't be compared for, or differ for as well."""
     sides = (before, after)
     lines = []
-    slices = [side["slice"] for side in sides]
-    if slices[0] != slices[1]:
+    if before.slice != after.slice:
         lines.append(
-            f"the slices differ: seconds and bytes are of a device of {slices[0]} and of {slices[1]}, dollars of the whole slice"
+            f"the slices differ: seconds and bytes are of a device of {before.slice} and of {after.slice}, dollars of the whole slice"
         )
-    units = [next((unit for unit in UNITS if f"{unit}_per_second" in side), "") for side in sides]
-    if units[0] != units[1]:
+    if before.unit != after.unit:
         lines.append(
-            f"the first counts {units[0]}, the second {units[1]}: what they do in a second and what that costs are not compared"
+            f"the first counts {before.unit}, the second {after.unit}: what they do in a second and what that costs are not compared"
         )
-    quick = [side.get("quick") for side in sides]
-    if None not in quick and quick[0] != quick[1]:
+    if None not in (before.quick, after.quick) and before.quick != after.quick:
         words = ["--quick, with op times estimated", "of a full compile"]
-        first, second = words if quick[0] else reversed(words)
+        first, second = words if before.quick else reversed(words)
         lines.append(
             f"the first is {first}, the second {second}: part of the difference in time comes from that; forecast both the same way to compare"
         )
-    calibrations = [(side.get("calibration") or {}).get("name") for side in sides]
+    calibrations = [None if side.calibration is None else side.calibration.name for side in sides]
     if calibrations[0] != calibrations[1]:
         first, second = (f"by {name}" if name else "by none" for name in calibrations)
         lines.append(
@@ -259,28 +325,21 @@ def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     compilers = [_versions(side) for side in sides]
     if all(compilers) and compilers[0] != compilers[1]:
         lines.append(f"compiled by {compilers[0]}, then by {compilers[1]}")
-    fits = [side["fits"] for side in sides]
+    fits = [side.fits for side in sides]
     if not all(fits):
         which = "both do" if not any(fits) else f"the {'second' if fits[0] else 'first'} does"
         lines.append(f"{which} not fit, and {'have' if not any(fits) else 'has'} no time")
-    elif without := [name for name, side in zip(ORDER, sides, strict=True) if not side.get("ops")]:
+    elif without := [name for name, side in zip(ORDER, sides, strict=True) if not side.ops]:
         lines.append(
             f"ops are not compared: the {' and the '.join(without)} of the forecasts keeps none; write it again with this version"
         )
     return lines
 
 
-def _versions(forecast: Mapping[str, Any]) -> str:
+def _versions(forecast: ComparedForecast) -> str:
     """``libtpu 0.0.42.1, jax 0.10.2``, as far as they are known."""
-    compiler = forecast.get("compiler") or {}
-    return ", ".join(f"{name} {compiler[name]}" for name in ("libtpu", "jax") if name in compiler)
-
-
-def _at(record: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    value: Any = record
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return figures.number(value)
+    versions = {} if forecast.compiler is None else msgspec.to_builtins(forecast.compiler)
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _table(

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice, usual
+
+if TYPE_CHECKING:
+    from systolic.compiling.outcome import Compiled, Rejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,22 @@ class ForecastCompile:
     """Digest of the program in the store."""
     built_for: str | None = None
     """Chip that it was compiled for: a CPU for a GPU that is not there."""
+
+    @classmethod
+    def of(
+        cls, outcome: "Compiled | Rejected", seconds: float, built_for: str | None = None
+    ) -> "ForecastCompile":
+        """The compile of an outcome that came after ``seconds``."""
+        report = outcome.report
+        return cls(
+            versions={} if report is None else report.versions,
+            seconds=round(seconds, 3),
+            stages=None if report is None else report.seconds,
+            cached=outcome.cached,
+            flags=[] if report is None else report.flags,
+            program=outcome.digest or None,
+            built_for=built_for,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The versions and what is known."""

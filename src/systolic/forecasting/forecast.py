@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.chips import Slice
 from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
-from systolic.core.origin import Origin
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
@@ -50,9 +49,9 @@ class TimeBound(enum.Enum):
 class Forecast:
     """Time, memory and cost of a program on a slice.
 
-    Times in seconds, memory in bytes of one device. MFU counts model FLOPs (no rematerialisation)
-    against the bf16 peak of all chips; HFU those of the matmuls that are executed, each against the peak of
-    the format of its operands.
+    Times in seconds, memory in bytes of one device. MFU is model FLOPs (no rematerialisation)
+    over the bf16 peak of all chips. HFU is the FLOPs of executed matmuls, each over the peak of
+    its operands' format.
     """
 
     recipe: str
@@ -204,7 +203,7 @@ class Forecast:
 
     @property
     def incomplete(self) -> Sequence[Incomplete]:
-        """Loops, branches, kernels, custom calls and callbacks that may take another time than what is counted for them."""
+        """Loops, branches, kernels, custom calls and callbacks whose time is not certain."""
         return () if self.timeline is None else self.timeline.incomplete
 
     @property

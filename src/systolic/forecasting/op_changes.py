@@ -21,7 +21,7 @@ from systolic.hlo.groups import COLLECTIVES
 from systolic.hlo.module import named
 from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
-SAME = 0.005
+TIME_TOLERANCE = 0.005
 """Share of a row's own time below which it is the same."""
 NAMES = 8
 """Names of instructions that a row keeps of each side."""
@@ -241,7 +241,7 @@ def _change(before: list[OpGroup], after: list[OpGroup], old: float, new: float)
         return OpFate.new if after else OpFate.gone
     if _fused(before) != _fused(after):
         return OpFate.fused
-    if abs(new - old) <= SAME * max(old, new):
+    if abs(new - old) <= TIME_TOLERANCE * max(old, new):
         return OpFate.same
     return OpFate.slower if new > old else OpFate.faster
 
@@ -446,21 +446,21 @@ def table_of(groups: Sequence[OpGroup]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows, "parts": list(map(list, parts))}
 
 
-def groups_in(forecast: Mapping[str, Any]) -> list[OpGroup]:
-    """The groups of a forecast's JSON; none where it keeps none.
+def groups_in(table: Any, name: str) -> list[OpGroup]:
+    """The groups of :func:`table_of`'s answer in the JSON of a forecast of ``name``; none where it keeps none.
 
     Raises:
         DataError: they are damaged.
     """
-    if not forecast.get("ops"):
+    if not table:
         return []
     try:
-        table = msgspec.convert(forecast["ops"], _GroupTable)
+        table = msgspec.convert(table, _GroupTable)
         return [
             OpGroup(*row[:-2], *(frozenset(table.parts[at] for at in own) for own in row[-2:]))
             for row in table.rows
         ]
     except (ValueError, IndexError) as error:
         raise DataError(
-            f"the ops of the saved forecast of {forecast.get('recipe')} are damaged ({error}); write it again with systolic forecast … --json"
+            f"the ops of the saved forecast of {name} are damaged ({error}); write it again with systolic forecast … --json"
         ) from error

@@ -9,8 +9,7 @@ from systolic.compiling import Compiled
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
-from systolic.core.origin import Origin
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.forecast import Forecast
@@ -72,14 +71,8 @@ def forecast_host(
         hardware_flops=timeline.executed_flops if timeline is not None else 0.0,
         flops_by_format=timeline.flops_by_format if timeline is not None else {},
         bill=bill_of(on),
-        compiler=ForecastCompile(
-            versions=report.versions,
-            seconds=round(seconds, 3),
-            stages=report.seconds,
-            cached=outcome.cached,
-            flags=report.flags,
-            program=outcome.digest,
-            built_for="cpu" if built is Built.stand_in else on.chip.name,
+        compiler=ForecastCompile.of(
+            outcome, seconds, "cpu" if built is Built.stand_in else on.chip.name
         ),
         layout=facts.layout,
         rejected=None if fits else MemoryShortage.of(memory, have, REMEDY),

@@ -14,7 +14,7 @@ from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.timeline import Span
 
-SAME = 0.02
+WORK_TOLERANCE = 0.02
 """Difference of two steps' FLOPs below which they do the same work."""
 UNIT = "steps"
 WRITTEN = "by FLOPs"
@@ -150,7 +150,7 @@ def _work(parts: Sequence[StepPart]) -> StepFlops:
         if part.timeline is not None
     )
     # Devices execute no less than what is written: of a loop whose turns the compiler joined the trips are others.
-    joined = any(turned) and written > (1 + SAME) * executed
+    joined = any(turned) and written > (1 + WORK_TOLERANCE) * executed
     return StepFlops(
         written=written,
         executed=executed,
@@ -221,7 +221,7 @@ def _scaled(
         note = f"the FLOPs of the step are not known on {', '.join(missing)} (no matmul is found in it), so that a step may be another work on each slice: the slices can't be compared, and none is named fastest or cheapest"
         return alone, [note], False
     first, base = fit[0]
-    if all(abs(count - base) <= SAME * base for _, count in fit):
+    if all(abs(count - base) <= WORK_TOLERANCE * base for _, count in fit):
         return alone, [], True
     texts = [f"{count / base:.3g} on {row.on.name}" for row, count in fit[1:]]
     note = f"a step's work follows the slice: of that of a step on {first.on.name}, {EXECUTED if by_executed else WRITTEN}, it is {', '.join(texts)}; steps/s and $ are of steps as on {first.on.name}"

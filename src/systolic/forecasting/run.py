@@ -26,7 +26,7 @@ from systolic.compiling import compile as compile_program
 from systolic.compiling.outcome import CompiledMemory
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting.calibrations import told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
@@ -220,14 +220,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Gi
         facts=report.program,
         name=name,
         on=on,
-        compiler=ForecastCompile(
-            versions=report.versions,
-            seconds=round(seconds, 3),
-            stages=report.seconds,
-            cached=outcome.cached,
-            flags=report.flags,
-            program=outcome.digest,
-        ),
+        compiler=ForecastCompile.of(outcome, seconds),
     )
     return replace(forecast, answer=outcome, schedules=[(module, timeline, 1.0)])
 
@@ -296,12 +289,7 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
         unit=facts.unit,
         units=facts.units,
         bill=bill_of(on),
-        compiler=ForecastCompile(
-            versions={} if report is None else report.versions,
-            seconds=round(seconds, 3),
-            cached=outcome.cached,
-            flags=[] if report is None else report.flags,
-        ),
+        compiler=ForecastCompile.of(outcome, seconds),
         layout=facts.layout,
         rejected=MemoryShortage(
             space=outcome.space,

@@ -81,10 +81,10 @@ class ForecastRow:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ForecastTable(Sequence[ForecastRow]):
-    """Forecasts of one program, in the order in which they were asked for.
+    """Forecasts of one program, in the requested order.
 
     A sequence of :class:`ForecastRow`. Rows are compared by throughput and by cost for each token, example or call,
-    since a batch per device makes another amount of work of a step on each slice.
+    since with a batch per device a step does different work on each slice.
     """
 
     name: str

@@ -16,8 +16,7 @@ from systolic.compiling.dump import REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.origin import Origin
-from systolic.core.units import gibibytes, plural
+from systolic.core.units import Origin, gibibytes, plural
 from systolic.forecasting.cost import ForecastCompile
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map

@@ -15,11 +15,10 @@ import numpy as np
 
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.core.files import digest
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
-from systolic.formats.comparison import EXACT
+from systolic.data.text.text_data import Sentences, TextData
+from systolic.formats.comparison import EXACT, FEW, probe_inputs
 from systolic.formats.export import (
     ExportableRun,
     Exported,
@@ -30,7 +29,6 @@ from systolic.formats.export import (
 )
 from systolic.formats.hugging_face.writer import config_of, with_text
 from systolic.formats.outline import positions_of
-from systolic.formats.probe import FEW, probe_inputs
 from systolic.formats.program.model import ExportedProgram
 from systolic.formats.registry import in_files, known_source
 from systolic.formats.source import Source, most_common, open_source
@@ -51,7 +49,6 @@ from systolic.runs.bundle.folder import (
     model_record,
     open_bundle,
 )
-from systolic.runs.bundle.job import read_job, write_job
 from systolic.runs.bundle.packed import RestoredTensor
 from systolic.runs.bundle.record import (
     EvaluationRecord,
@@ -59,6 +56,8 @@ from systolic.runs.bundle.record import (
     RecipeRecord,
     Recorded,
     finite_metrics,
+    read_job,
+    write_job,
 )
 from systolic.runs.bundle.tensors import TensorSpec, read_header, write
 from systolic.runs.job_record import JobRecord, read_record
@@ -215,7 +214,7 @@ class Replay:
 
 
 def few_outputs(outputs: np.ndarray) -> np.ndarray:
-    """Outputs of the rows of :func:`~systolic.formats.probe.few`."""
+    """Outputs of the rows of :func:`~systolic.formats.comparison.few`."""
     return outputs[:FEW]
 
 
@@ -338,7 +337,7 @@ def export_bundle(
 
     Raises:
         OptionError: the path is a model in files already, or a part of the run is code of its recipe, or data in memory.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the disk is full, its model is of a class that no Bundle holds, or outputs differ.
     """
     del options

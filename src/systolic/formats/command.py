@@ -42,28 +42,24 @@ def import_model(
     """Writes a model of another library as a Bundle, and compares its outputs with those of that library.
 
     Weights are read and written one tensor at a time. Nothing is left at --out if the import fails, is
-    interrupted, or computes something else than the source.
+    interrupted, or computes something different from the source.
 
     Args:
-        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, a Bundle, or a PEFT folder, which
-            is merged into its base; a PyTorch
-            module or Keras model as file.py:function (a function that returns the module with example
-            inputs, or the Keras model), a .pt2 program of torch.export, a .keras file, or a SavedModel's
-            folder.
+        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, a Bundle, a PEFT folder (merged into its base), a .pt2 program of torch.export, a .keras file, a SavedModel's folder, or a PyTorch module or Keras model as file.py:function. The function returns the module with example inputs, or the Keras model.
         out: The Bundle's folder; by default bundles/NAME.
         dtype: Round the weights to f32 or bf16; auto stores each as it is.
-        parity: Compare outputs with those of the other library, where it is installed.
+        parity: Compare outputs with those of the other library, if it is installed.
         signature: Signature of a SavedModel; by default serving_default.
-        base: Of a PEFT folder: its base, in place of the one that it names.
+        base: Base of a PEFT folder, in place of the one that it names.
         example: An .npz file with example inputs, for a .keras file or SavedModel that leaves sizes open.
         python: Python of the environment that has the framework, such as TensorFlow's; by default this one.
 
     Raises:
         NotFoundError: there is no such source, or a file of it is missing.
-        OptionError: its family, or a field of its configuration, is not known.
+        OptionError: the model's family, or a field of its configuration, is unknown.
         DataError: files are damaged, or tensors are missing or unknown.
         RunError: the disk is full, or the outputs differ by more than the tolerance; no Bundle is left.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     from systolic.formats import importing
     from systolic.formats.program.convert import Framework
@@ -99,35 +95,35 @@ def export(  # noqa: PLR0913  the options of systolic export
     edge_tpu: bool = False,
     python: Path | str | None = None,
 ) -> "Exported | ExportedGguf | ExportedImage | ModelExport | LiteExport | EdgeTpuReport":
-    """Writes a trained model in the format of another library, as programs, a run as a Bundle, or a Bundle as an image's build folder; adapters are merged, or written alone (peft).
+    """Writes a trained model in the format of another library, as programs, as a Bundle, or as an image's build folder; adapters are merged, or written separately (peft).
 
-    A model that the format has no options for is refused, with the option's name. What is written is opened
+    A model that the format cannot express is refused, with the name of the option. The export is opened
     again and compared with its source on the same inputs before it gets its name.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file. With --edge-tpu also a .tflite file to check.
-        out: The new folder; of gguf, litert and onnx the new file. Not needed to check a .tflite file.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; peft is a folder that PEFT opens, with a run's adapters alone; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving; litert is a .tflite file for phones and small devices; onnx is a file for ONNX Runtime.
-        precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32; of litert f32, dynamic (weights in int8) or int8 (all numbers).
-        for_: Of docker: what the image runs on.
-        mount: Of docker: leave the Bundle out of the image; the container mounts it at /srv/model.
-        checkpoint: Of a run: best, last or the number of a step.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-        batch: Of programs: examples of a call; 0 leaves them free, in litert it is 1.
-        sequence: Of programs: tokens of a text; 0 leaves them free, in litert it is at most 128.
-        inputs: Of programs: files to compare on, as predict takes them; by default rows of the recipe's own evaluation data.
-        examples: Of programs: rows of that data.
-        function: Of litert and onnx, whose files have one function: which one; by default the model's first.
-        data: Of litert: a folder of files, or of folders of classes, to calibrate int8 and to measure on; by default the recipe's training and test data.
-        edge_tpu: Of litert, or of a .tflite file: what the Edge TPU takes of it, operation by operation.
-        python: Of savedmodel: Python of an environment with tensorflow and jax; by default this one.
+        out: The new folder, or the new file for gguf, litert and onnx. Not needed to check a .tflite file.
+        to: Format. hf: folder for transformers (config.json, safetensors, tokenizer). peft: folder for PEFT with only a run's adapters. bundle: a Bundle, which does not need the run. gguf: file of a language model for llama.cpp. docker: build folder of an image that serves a Bundle. stablehlo: programs that plain JAX loads on cpu, tpu and cuda. savedmodel: programs for TensorFlow and TensorFlow Serving. litert: .tflite file for phones and small devices. onnx: file for ONNX Runtime.
+        precision: gguf: format of the matrices; auto keeps that of the weights. Programs: f32 (auto) or bf16. litert: f32, dynamic (weights in int8) or int8 (all numbers).
+        for_: docker: platform of the image.
+        mount: docker: leave the Bundle out of the image; the container mounts it at /srv/model.
+        checkpoint: Checkpoint of a run: best, last or the number of a step.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
+        batch: Programs: examples of a call; 0 leaves the size free, and is 1 for litert.
+        sequence: Programs: tokens of a text; 0 leaves the size free, and is at most 128 for litert.
+        inputs: Programs: files to compare on, as for predict; by default rows of the recipe's own evaluation data.
+        examples: Programs: number of rows to compare on.
+        function: litert, onnx: the function of the file; by default the model's first.
+        data: litert: file, folder of files, or folder for each class, to calibrate int8 and to measure on; by default the recipe's training and test data.
+        edge_tpu: litert, or a .tflite file: list which operations the Edge TPU takes.
+        python: savedmodel: Python of an environment with tensorflow and jax; by default this one.
 
     Raises:
-        OptionError: the format can't hold what the model computes, which names the field; an option is given that the
-            format does not have; or for ``docker`` the path is no Bundle.
+        OptionError: the format cannot express the model (the message names the field) or has no such option; or for
+            ``docker`` the path is no Bundle.
         MissingExtraError: the format's packages are not installed.
-        TakenError: there is something at ``out``.
-        RunError: the disk is full, the run can't be opened, or what was written computes something else;
+        TakenError: ``out`` exists.
+        RunError: the disk is full, the run can't be opened, or the export computes something else;
             nothing is left at ``out``.
     """
     run, out = Path(run), _path(out)

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import Sentences
 from systolic.formats.comparison import ExportDifference
 from systolic.formats.examples import ExampleInputs
 from systolic.formats.inference import PORTABLE, ExportableModel, Inference
 from systolic.job import Job, Quantization, WeightFormat
-from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.models.quantized.codes import Quantized
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.steps.tasks.classification import Classification
+from systolic.models.vision.config import MobileNetV2
+from systolic.steps.tasks import Classification
 
 INLINED = (
     "jit",

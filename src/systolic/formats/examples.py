@@ -10,11 +10,12 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import lines_of
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.input_files import InputFiles
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData
 from systolic.data.text.tokenizer import Tokenizer
+from systolic.formats.comparison import LONGEST as FURTHEST
+from systolic.formats.comparison import PASSAGE
 from systolic.formats.inference import (
     BATCH,
     ENCODED,
@@ -27,8 +28,6 @@ from systolic.formats.inference import (
     Inference,
     run,
 )
-from systolic.formats.probe import LONGEST as FURTHEST
-from systolic.formats.probe import PASSAGE
 from systolic.job import Field, Job, Read, Split
 from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
@@ -244,7 +243,7 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
     if isinstance(data, InputFiles):
         return _stacked([example for file in files for example in data.examples(file)])
     if isinstance(data, Recordings):
-        from systolic.data.audio.sound import read_sound
+        from systolic.data.audio import read_sound
 
         heard = [window.features for file in files for window in data.windows(read_sound(file))]
         arrays = _stacked([{FEATURES: features} for features in heard])
@@ -254,7 +253,7 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
 
 def _of_texts(files: Sequence[Path], rows: Callable[[str, int], Sequence[Any]]) -> list[Any]:
     """Rows of text files, as many of each."""
-    from systolic.data.text.sentences import read_text
+    from systolic.data.text.text_data import read_text
 
     most = -(-MOST_TEXTS // len(files))
     return [row for file in files[:MOST_TEXTS] for row in rows(read_text(file), most)[:most]]

@@ -13,12 +13,11 @@ import numpy as np
 
 from systolic.core.errors import RunError
 from systolic.core.units import si
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import BYTES_START, Around
-from systolic.formats.comparison import Parity, compare
+from systolic.formats.comparison import Parity, compare, probe_inputs, probe_of
 from systolic.formats.hugging_face.preprocessor import PICTURED, with_pictures
-from systolic.formats.probe import probe_inputs, probe_of
 from systolic.formats.registry import in_files
 from systolic.formats.source import OTHER_FILES, TEXT_FILES, Source, most_common, open_source
 from systolic.job import Job

@@ -78,8 +78,8 @@ def export_model(
             the path is a model in files already, or a part of the run is code of its recipe. For ``gguf``:
             no architecture of llama.cpp computes it, or there is no tokenizer that GGUF has. For ``docker``: the
             path is no Bundle.
-        TakenError: there is something at ``out``.
-        RunError: the disk is full, the run can't be opened, or what was written computes something else;
+        TakenError: ``out`` exists.
+        RunError: the disk is full, the run can't be opened, or the export computes something else;
             nothing is left at ``out``.
     """
     if to not in FORMATS:
@@ -120,7 +120,7 @@ def _outputs(
     path: Path, checkpoint: str | int, trust: bool, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Outputs float32[rows, ..., n] of a run or a model in files, opened for this call."""
-    from systolic.formats.probe import outputs_of
+    from systolic.formats.comparison import outputs_of
 
     if in_files(path):
         return answers(open_source(path), inputs)[0]
@@ -150,7 +150,7 @@ def export_program(
     Raises:
         OptionError: a setting does not fit the model, or its task names no outputs.
         MissingExtraError: the format's packages are not installed.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
             full; nothing is left at ``out``.
     """

@@ -10,10 +10,9 @@ from systolic.core.errors import OptionError
 from systolic.core.files import check_room
 from systolic.core.reporter import reporter
 from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
-from systolic.formats.comparison import Parity, check_passed
+from systolic.formats.comparison import Parity, ParityInputs, check_passed, few
 from systolic.formats.hugging_face.reader import check, impossible
 from systolic.formats.jobs import job_of
-from systolic.formats.probe import ParityInputs, few
 from systolic.formats.program.convert import (
     Framework,
     ProgramParity,

@@ -13,7 +13,7 @@ from flax import nnx
 
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import si
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.formats.comparison import EXACT, NARROW
 from systolic.formats.program.model import ExportedProgram
 from systolic.job import Adapter, Job, Layout, Model, Precision, Remat, Task
@@ -21,16 +21,20 @@ from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
+from systolic.steps.decode import Transcribe
 from systolic.steps.lengths import longest_text
-from systolic.steps.mesh import make_mesh
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.arrays import ArrayClassification, ArrayOutputs, ArrayRegression
-from systolic.steps.tasks.classification import Classification
-from systolic.steps.tasks.embedding import Embedding
-from systolic.steps.tasks.language import LanguageModel, MaskedTokens
-from systolic.steps.tasks.transcription import Transcription
-from systolic.steps.transcribe import Transcribe
+from systolic.steps.target import MeshTarget, make_mesh
+from systolic.steps.tasks import (
+    ArrayClassification,
+    ArrayOutputs,
+    ArrayRegression,
+    Classification,
+    Embedding,
+    LanguageModel,
+    MaskedTokens,
+    Transcription,
+)
 
 Arrays = dict[str, jax.Array]
 

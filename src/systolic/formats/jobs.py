@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, OptionError
-from systolic.data.audio.recordings import Recordings, Writing, checked_prompt
+from systolic.data.audio import Recordings, Writing, checked_prompt
 from systolic.data.input_files import InputFiles
-from systolic.data.text.prompts import Prompts
-from systolic.data.text.sentences import Sentences
+from systolic.data.text.documents import Prompts
+from systolic.data.text.text_data import Sentences
 from systolic.formats.hugging_face.preprocessor import classifier, picture_notes
 from systolic.formats.outline import ends_of, positions_of, tokenizer_of
 from systolic.formats.program.model import ExportedProgram
@@ -19,14 +19,9 @@ from systolic.job import Batch, Field, Job, Model, Precision
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.families import GENERATION, Config, read_config
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.resnet.config import ResNet
-from systolic.models.vision.vit.config import ViT
+from systolic.models.vision.config import MobileNetV2, ResNet, ViT
 from systolic.models.whisper.config import MULTILINGUAL_VOCAB, Whisper, token_of
-from systolic.steps.tasks.arrays import ArrayOutputs
-from systolic.steps.tasks.embedding import Embedding, TextPooling
-from systolic.steps.tasks.language import LanguageModel
-from systolic.steps.tasks.transcription import Transcription
+from systolic.steps.tasks import ArrayOutputs, Embedding, LanguageModel, TextPooling, Transcription
 
 MODULES, TOKENIZER = "modules.json", "tokenizer_config.json"
 

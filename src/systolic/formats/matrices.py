@@ -12,19 +12,11 @@ from systolic.core.errors import OptionError, nearest
 from systolic.formats.source import Source
 from systolic.formats.weights import structure_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
-from systolic.models.adapters import (
-    CODES,
-    CONVOLVED,
-    EXPERTS,
-    INPUTS,
-    SCALES,
-    STACKED,
-    factored_of,
-    inputs_of,
-)
+from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.models.adapters import CONVOLVED, EXPERTS, STACKED, factored_of, inputs_of
+from systolic.models.quantized.activations import factors_shape, largest_shape
 from systolic.models.quantized.codes import SCALES_DTYPE, scales_shape
 from systolic.models.quantized.placement import fitting
-from systolic.models.quantized.w8a8 import factors_shape, largest_shape
 from systolic.runs.bundle.packed import PACKED
 from systolic.runs.bundle.tensors import TensorSpec
 from systolic.steps.network import ModelStructure
@@ -48,7 +40,7 @@ class Matrix:
     fewest_bits: int = 4
     """Fewest bits of its codes."""
     watched: bool
-    """Whether :func:`systolic.training.activation_stats.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
+    """Whether :func:`systolic.quantizing.calibration.moments_of` sees second moments of its inputs: not those of convolutions and experts."""
     factored: tuple[int, ...] = ()
     """Dims whose inputs have factors where activations are rounded too; () where they stay."""
 

@@ -64,7 +64,7 @@ def export_onnx(
 
     Raises:
         OptionError: the weights are too large for one file.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the converter refuses the model or can't be installed, outputs differ, or the disk is full; nothing is left at ``out``.
     """
     check_onnx(settings)

@@ -14,10 +14,9 @@ from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.formats.registry import in_files
 from systolic.job import Model
-from systolic.models.config_fields import NESTED
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.rotary import Stretching
-from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
+from systolic.models.decoder.options import Stretching
+from systolic.models.families import CONFIG, GENERATION, NESTED, Config, family, read_config
 from systolic.models.published import PublishedModel, find_published, near_published
 from systolic.runs.job_record import read_record
 from systolic.runs.run import JOB, TOKENIZER, Run

@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from systolic.core.errors import OptionError, RunError
-from systolic.core.files import digest
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home, digest
 from systolic.runs import failure
 
 _ENVIRONMENT = {

@@ -14,7 +14,7 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.files import digest
 from systolic.data.fingerprint import of_files
-from systolic.formats.comparison import Parity, compare
+from systolic.formats.comparison import Parity, compare, probe_of
 from systolic.formats.export import (
     TOLERANCES,
     ExportableRun,
@@ -25,7 +25,6 @@ from systolic.formats.export import (
     text_files,
 )
 from systolic.formats.hugging_face.writer import config_of
-from systolic.formats.probe import probe_of
 from systolic.formats.registry import ADAPTERS, in_files, is_peft
 from systolic.formats.source import HUB_NAME, OTHER_FILES, TEXT_FILES, Source, open_source
 from systolic.formats.weights import structure_of, weight_progress
@@ -680,7 +679,7 @@ def export_peft(
 
     Raises:
         OptionError: the path has no adapters, or they stand beside a model that no family of transformers computes.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the folder's adapters, or the outputs of the model with them, are others.
     """
     del options

@@ -45,7 +45,7 @@ def export_stablehlo(
     Raises:
         OptionError: an operation of the model needs a size that is free.
         RunError: an operation lowers on no such platform, outputs differ, or the disk is full; nothing is left at ``out``.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     del settings
     with draft(out) as folder:

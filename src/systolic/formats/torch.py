@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, extra
-from systolic.core.files import refuse_pointer, write_json
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home, refuse_pointer, write_json
 
 if TYPE_CHECKING:
     from systolic.formats.source import TransformersSource

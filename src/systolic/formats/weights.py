@@ -16,15 +16,15 @@ from systolic.core.units import si
 from systolic.formats.outline import published_at
 from systolic.formats.source import Source, open_source
 from systolic.job import Model
-from systolic.models.adapters import BASE, CODES, SCALES, STACKED, A, B, compact_base
+from systolic.job.precision import CODES, SCALES
+from systolic.models.adapters import BASE, STACKED, A, B, compact_base
 from systolic.runs.bundle.folder import BundleDraft
 from systolic.runs.bundle.tensors import TensorSpec
 from systolic.runs.run import JOB
 from systolic.runs.weights import Weights, begin_with
 from systolic.steps.network import ModelStructure
-from systolic.steps.sharding import parameter_spec
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, parameter_spec
 
 if TYPE_CHECKING:
     from systolic.formats.peft import PeftSource
@@ -46,7 +46,7 @@ def structure_of(model: Model) -> ModelStructure:
 
 def _traced(model: Model) -> ModelStructure:
     from systolic.job import Layout
-    from systolic.steps.mesh import make_mesh
+    from systolic.steps.target import make_mesh
 
     layout = Layout(data=1, fsdp=1)
     target = MeshTarget(

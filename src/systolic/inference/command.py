@@ -45,19 +45,19 @@ def generate(  # noqa: PLR0913  the options of systolic generate
 
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        prompts: The texts to continue, one after the other; - reads one from standard input, and "" begins a text.
-        file: More prompts: the lines of a file, or of a .jsonl the field prompt, or messages (role, content), which are answered as a chat; - reads standard input.
-        tokens: At most so many new tokens for each prompt; a text ends before, with a warning, where the model takes no longer one.
-        sampling: How tokens are picked.
-        stop: A string that ends the text, which leaves it out; may be given several times.
-        seed: The same seed gives the same text for a prompt.
-        chat: Each prompt is a message, which the model answers by its tokenizer's chat template.
-        system: A system message before each prompt, which is then a message too.
-        checkpoint: Of a run: best, last or the number of a step.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        prompts: Texts to continue, one after the other; - reads one from standard input, and "" starts a new text.
+        file: File of more prompts: one per line, or .jsonl with the field prompt or messages (role, content), answered as a chat; - reads standard input.
+        tokens: Limit of new tokens for each prompt. A text that reaches the model's longest ends earlier, with a warning.
+        sampling: Sampling of the next token.
+        stop: String that ends the text and is left out of it.
+        seed: Seed of the sampling; the same seed gives the same text for a prompt.
+        chat: Treat each prompt as a message, in the tokenizer's chat template.
+        system: System message before each prompt; implies --chat.
+        checkpoint: Checkpoint of a run: best, last or the number of a step.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        The texts. The reporter's ``update`` was given each piece as it came: a
+        The texts. The reporter's ``update`` gets each piece as it is generated: a
         :class:`~systolic.inference.results.TextPiece`.
 
     Raises:
@@ -65,9 +65,8 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         OptionError: the model continues no text, a prompt is longer than it takes, or a stop string is empty.
         SystolicError: the model can't be opened; as :func:`systolic.open`.
     """
-    from systolic.data.text.stops import Stops
     from systolic.inference.model import read_prompts
-    from systolic.inference.results import GeneratedTexts, TextCompletion, TextPiece
+    from systolic.inference.results import GeneratedTexts, Stops, TextCompletion, TextPiece
 
     listed = read_prompts(prompts, file)
     Stops(stop)  # refuses an empty string before the run is opened
@@ -112,15 +111,15 @@ def predict(
     checkpoint: str = "best",
     trust: bool = False,
 ) -> "Predictions":
-    """Labels files with a trained model; a language model scores texts in bits per byte, a model of embeddings turns them into vectors, Whisper writes down sound files.
+    """Labels files with a trained model; a language model scores texts in bits per byte, an embedding model returns vectors, Whisper transcribes recordings.
 
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input; for a recipe whose data are arrays tables of new rows: CSV, TSV, JSONL or .npz. One that can't be read is named, the others are answered, and the exit code is 1.
-        out: Of an exported program: write its outputs for one file as arrays into this .npz file. Of tables: write the answers of all rows into this .jsonl or .csv file.
+        files: Images or arrays for an image model, text files for a language model, recordings for Whisper, texts or text files for an embedding model, .npz files with an array for each input for an exported program. For a recipe on arrays, tables of new rows: CSV, TSV, JSONL or .npz. If a file cannot be read, it is named, the others are answered, and the exit code is 1.
+        out: For an exported program, write the outputs for one file as arrays to this .npz file. For tables, write the answers of all rows to this .jsonl or .csv file.
 
     Returns:
-        The answers. The reporter's ``update`` was given each as it came: a
+        The answers. The reporter's ``update`` gets each as it is known: a
         :class:`~systolic.inference.results.FileAnswer`.
 
     Raises:
@@ -175,9 +174,9 @@ def evaluate(
 
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        split: Which part; by default every held-out part there is.
-        path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
-        batches: Only the first so many batches; 0 is all.
+        split: Split to evaluate; by default every held-out split.
+        path: Other data, such as new.jsonl, read like the run's own; all of it is evaluated.
+        batches: Use only the first N batches; 0 uses all.
 
     Raises:
         OptionError: both a split and a path are given, or there is no such data.
@@ -212,7 +211,7 @@ def verify_bundle(
 
     Raises:
         NotFoundError: the folder is no Bundle, or lacks a file.
-        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        DataError: a file was changed, truncated or added, is a link out of the folder, or a pickle.
         RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
     """
     from systolic.inference.verification import verified

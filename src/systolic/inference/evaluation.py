@@ -1,13 +1,21 @@
-"""Evaluation of a model: the task's metrics over a split of its data, or over other data."""
+"""Evaluation of a model: the task's metrics over data, or answers to held-out conversations by exact match and as JSON."""
 
-from collections.abc import Callable
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import DataError, OptionError, nearest
-from systolic.job import Job, Split
+from systolic.core.ranges import COUNT, check
+from systolic.data.text.instructions import Instructions, asked
+from systolic.job import Job, Sampling, Split
 
 if TYPE_CHECKING:
+    from systolic.data.text.chat import Messages
+    from systolic.inference.model import TrainedModel
     from systolic.steps.step_functions import StepFunctions
 
 
@@ -137,3 +145,182 @@ def splits(job: Job, chosen: Split | None) -> list[Split]:
         )
         raise OptionError(f"{job.name} has no {chosen.value} data; choose --split {others}")
     return held_out if chosen is None else [chosen]
+
+
+EXACT, JSON = "exact", "json"
+GREEDY = Sampling(temperature=0.0)
+Score = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions:
+    """How the answers of models are scored.
+
+    Raises:
+        OptionError: a number outside its range.
+    """
+
+    metrics: tuple[str, ...] = ()
+    """``exact``, ``json`` or ``FILE.py:FUNCTION``; () answers nothing."""
+    conversations: Annotated[int, COUNT] = 100
+    """Held-out conversations that are answered: the first so many."""
+    tokens: Annotated[int, COUNT] = 256
+    """Most new tokens of an answer."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerMetric:
+    """A score of an answer, whose mean over the conversations is reported."""
+
+    name: str
+    score: Score
+    """(answer, reference, messages before it) -> a number."""
+
+
+NO_ANSWERS = AnswerOptions()
+"""Scores nothing."""
+
+
+def metrics_of(words: Sequence[str]) -> list[AnswerMetric]:
+    """The metrics of a command line.
+
+    Raises:
+        OptionError: a word is none.
+        NotFoundError: there is no such file or function.
+    """
+    metrics = []
+    for word in dict.fromkeys(words):
+        if word in OWN:
+            metrics.append(OWN[word])
+        elif ".py" in word:
+            metrics.append(_of_file(word))
+        else:
+            raise OptionError(
+                f"{word} is no metric; give {', '.join(OWN)}, or a function of (answer, reference) in a file of yours as FILE.py:FUNCTION"
+            )
+    return metrics
+
+
+def check_answers(options: AnswerOptions, data: Path | None) -> None:
+    """Refuses metrics before models are read.
+
+    Raises:
+        OptionError: there is no data to answer, or a word is no metric.
+        NotFoundError: there is no such file or function.
+    """
+    if options.metrics and data is None:
+        raise OptionError("metrics of answers need conversations to answer; give them with --data")
+    metrics_of(options.metrics)
+
+
+def scores_of(
+    model: "TrainedModel",
+    path: Path,
+    options: AnswerOptions,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """Means of the metrics over the greedy answers to the conversations at a path, and ``answered``, their number; {} without metrics.
+
+    The last answer of each conversation is the reference, and the model is given the turns before it.
+
+    Raises:
+        OptionError: a metric is none, or returns no number; or the data is no conversations, or the model has no chat template for them.
+        NotFoundError: there is no such file.
+    """
+    metrics = metrics_of(options.metrics)
+    if not metrics:
+        return {}
+    totals = dict.fromkeys((metric.name for metric in metrics), 0.0)
+    pairs = _held_out(model, path)[: options.conversations]
+    for number, (before, reference) in enumerate(pairs, 1):
+        say(f"{model.path.name} answers {number} of {len(pairs)}")
+        (answer,) = model.generate([before], tokens=options.tokens, sampling=GREEDY)
+        for metric in metrics:
+            totals[metric.name] += _number(metric, metric.score(answer, reference, before))
+    means = {name: total / len(pairs) for name, total in totals.items()}
+    return {**means, "answered": float(len(pairs))}
+
+
+def _held_out(model: "TrainedModel", path: Path) -> "list[tuple[Messages, str]]":
+    """The turns of each conversation before its last answer, with that answer.
+
+    Raises:
+        OptionError: there are none for this model.
+    """
+    from systolic.data.text.conversations import read
+
+    data = model.job_on(path).data
+    if not isinstance(data, Instructions):
+        raise OptionError(
+            f"{path} holds no conversations for {model.path}, or its tokenizer has no chat template, so there are no answers to score; give JSONL of messages, or leave --metric out"
+        )
+    pairs = []
+    for line in read(data.file(Split.validation), data.reading):
+        before = asked(line.messages)
+        content = line.messages[len(before)].get("content")
+        if before and isinstance(content, str):
+            pairs.append((before, content))
+    if not pairs:
+        raise OptionError(f"{path} has no conversation with a question and its answer")
+    return pairs
+
+
+def _exact(answer: str, reference: str, _: Any) -> bool:
+    return answer.strip() == reference.strip()
+
+
+def _valid_json(answer: str, *_: Any) -> bool:
+    try:
+        json.loads(answer)
+    except ValueError:
+        return False
+    return True
+
+
+OWN: Mapping[str, AnswerMetric] = {
+    EXACT: AnswerMetric(name="exact_match", score=_exact),
+    JSON: AnswerMetric(name="valid_json", score=_valid_json),
+}
+"""Metrics by their words: the share of answers that are the reference but for spaces around, and of those that are JSON."""
+
+
+def _of_file(word: str) -> AnswerMetric:
+    """A user's function of (answer, reference), or of (answer, reference, messages).
+
+    Raises:
+        NotFoundError: there is no such file or function.
+        OptionError: it takes other arguments.
+    """
+    from systolic import recipes
+
+    path, colon, name = word.rpartition(":")
+    if not colon:
+        raise OptionError(f"{word} names no function; give it as {word}:FUNCTION")
+    function = recipes.from_file(Path(path), name, word).function
+    takes = inspect.signature(function)
+    if _binds(takes, 3):
+        return AnswerMetric(name=name, score=function)
+    if _binds(takes, 2):
+        return AnswerMetric(
+            name=name, score=lambda answer, reference, _: function(answer, reference)
+        )
+    raise OptionError(
+        f"{word} takes {takes}; a metric takes (answer, reference), or (answer, reference, messages), and returns a number"
+    )
+
+
+def _binds(takes: inspect.Signature, count: int) -> bool:
+    try:
+        takes.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _number(metric: AnswerMetric, value: Any) -> float:
+    if not isinstance(value, Real):
+        raise OptionError(f"the metric {metric.name} returned {value!r}; return a number or a bool")
+    return float(value)

@@ -9,8 +9,8 @@ import numpy as np
 
 from systolic.core.errors import OptionError
 from systolic.data.text.chat import Messages
-from systolic.data.text.stops import Continuation, Finish, Stops
 from systolic.data.text.text_data import TextData
+from systolic.inference.results import Continuation, Finish, Stops
 from systolic.job import Job, Sampling
 from systolic.steps.lengths import learned_text, longest_text
 from systolic.steps.programs import generation
@@ -50,7 +50,7 @@ class Generator:
         steps: The programs of a text job.
         params: Weights.
         model_state: Other variables.
-        sampling: How tokens are picked.
+        sampling: Sampling of the next token.
 
     Raises:
         OptionError: the job is not about text.

@@ -14,9 +14,8 @@ import numpy as np
 from systolic.chips.host import memory_bytes
 from systolic.core.errors import OptionError, is_out_of_memory
 from systolic.core.units import si
-from systolic.data.audio.recordings import Recordings
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
+from systolic.data.audio import Recordings
+from systolic.data.text.text_data import Sentences, TextData
 from systolic.inference.predictor import (
     FEATURES,
     TOKENS,

@@ -13,9 +13,9 @@ from systolic.core.files import lines_of, nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.stops import Continuation
+from systolic.data.text.text_data import Sentences
 from systolic.formats.registry import in_files
+from systolic.inference.results import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.recipes.jobs.source import kept_flags
@@ -146,14 +146,14 @@ def open_model(
     warn: Callable[[str], None] | None = None,
     place: "Place | None" = None,
 ) -> "TrainedModel":
-    """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices; any number of devices will do.
+    """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices, however many there are.
 
     Args:
         path: The run's directory, or the model's folder.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint
             gives way to another one, with a warning.
         job: For a run that was made from a Job with types of your own: that Job.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
         warn: Called with each warning, one line; by default they are collected in ``warnings``.
         place: Chooses devices and their layout for a server; by default all of them share the batch.
 
@@ -162,7 +162,7 @@ def open_model(
         TrustError: the run's recipe belongs to another user.
         RunError: the run can't be rebuilt by this version, or no checkpoint is intact.
         DataError: files of the folder are damaged or incomplete.
-        OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
+        OptionError: the folder holds an unknown model, or a checkpoint or job was given for it.
     """
     if in_files(Path(path)):
         from systolic.formats.source import open_source
@@ -266,7 +266,7 @@ def from_source(
 
     Args:
         source: The files.
-        precision: Of the computation.
+        precision: Precision of the computation.
         warn: As for :func:`open_model`.
         texts: Whether it reads and writes texts; without, its files need no tokenizer.
         place: As for :func:`open_model`.
@@ -291,7 +291,7 @@ def _in_precision(job: Job, precision: Precision) -> Job:
 
 def keep_programs() -> None:
     """Keeps compiled programs, so that the next process that opens the model finds them."""
-    from systolic.core.store import cache_home
+    from systolic.core.files import cache_home
     from systolic.steps.programs import compiler_cache
 
     compiler_cache(str(cache_home() / "xla"))
@@ -478,7 +478,7 @@ class TrainedModel:
         Args:
             prompt: May be empty: the text then begins with the token that starts one. Messages, each with role and content, are answered by the tokenizer's chat template.
             tokens: At most so many new tokens.
-            sampling: How tokens are picked.
+            sampling: Sampling of the next token.
             stop: A string, or several: the text ends before the first of them.
             seed: The same seed gives the same text for a prompt.
             chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.
@@ -608,7 +608,7 @@ def answers(source: "Source", inputs: Mapping[str, "np.ndarray"]) -> "tuple[np.n
 
     Raises: as :func:`open_model`.
     """
-    from systolic.formats.probe import outputs_of
+    from systolic.formats.comparison import outputs_of
 
     model = from_source(source, Precision.f32, texts=False)
     return outputs_of(model.setup.steps, model.weights, inputs), model.setup.machine.platform

@@ -13,11 +13,9 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.arrays import Arrays
-from systolic.data.audio.recordings import Recordings
-from systolic.data.audio.sound import read_sound
+from systolic.data.audio import Recordings, read_sound
 from systolic.data.input_files import InputFiles, TableInputs
-from systolic.data.text.sentences import Sentences, read_text
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData, read_text
 from systolic.inference.predictor import Arrays as Given
 from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.readers import Example, SpeechReader, TextReader, joined
@@ -26,7 +24,7 @@ from systolic.job import Task
 from systolic.job.data import MASK, Data
 from systolic.runs.weights import Weights
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.tasks.arrays import ArrayClassification
+from systolic.steps.tasks import ArrayClassification
 
 UNREADABLE = (DataError, NotFoundError, OSError)
 """Errors of a file that do not affect the others."""

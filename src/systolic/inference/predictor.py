@@ -13,14 +13,14 @@ import numpy as np
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, ReadyProgram, made_ready
 from systolic.core.errors import OptionError
 from systolic.core.files import digest
-from systolic.data.audio.recordings import Recordings, checked_prompt
-from systolic.data.text.sentences import Sentences
+from systolic.data.audio import Recordings, checked_prompt
+from systolic.data.text.text_data import Sentences
 from systolic.inference.rows import Bucket, Row
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper
-from systolic.steps.constant_folding import FoldedProgram
+from systolic.steps.decode import Transcribe
+from systolic.steps.jaxpr import FoldedProgram
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.transcribe import Transcribe
 
 Arrays = dict[str, Any]
 NO_LABEL = {"label": -1, "targets": -1}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from systolic.core.errors import OptionError
-from systolic.data.audio.recordings import Recordings
-from systolic.data.text.sentences import Sentences
+from systolic.data.audio import Recordings
+from systolic.data.text.text_data import Sentences
 from systolic.inference.predictor import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
 from systolic.inference.rows import Row
 from systolic.models.whisper.config import Whisper, language_of, name_of, token_of

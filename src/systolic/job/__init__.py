@@ -45,18 +45,20 @@ from systolic.job.optimizer import (
     ScheduleKind,
 )
 from systolic.job.precision import (
+    GROUP,
     Dtypes,
     ExpertAxis,
-    LayerArrays,
+    MatrixFormat,
     Precision,
+    Quantization,
     RoundedBackward,
     Rounding,
     Served,
     ServedCache,
     ServedWeights,
     Stored,
+    WeightFormat,
 )
-from systolic.job.quantization import GROUP, MatrixFormat, Quantization, WeightFormat
 
 __all__ = [
     "GROUP",
@@ -79,7 +81,6 @@ __all__ = [
     "GuardRule",
     "IncrementalDecoder",
     "Job",
-    "LayerArrays",
     "Layout",
     "MatrixFormat",
     "Mode",

@@ -16,8 +16,7 @@ from systolic.job.data import Data
 from systolic.job.layout import Axis, Layout, Remat
 from systolic.job.model import Adapter, Model, Task
 from systolic.job.optimizer import Optimizer, Schedule
-from systolic.job.precision import Dtypes, Precision
-from systolic.job.quantization import Quantization
+from systolic.job.precision import Dtypes, Precision, Quantization
 
 
 class Mode(enum.Enum):

@@ -11,8 +11,7 @@ from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, Needs, Range, check, ch
 from systolic.job.data import Field
 from systolic.job.layout import Axis, Layout, Remat
 from systolic.job.optimizer import OptimizerKind
-from systolic.job.precision import Precision
-from systolic.job.quantization import WeightFormat
+from systolic.job.precision import Precision, WeightFormat
 
 if TYPE_CHECKING:
     import jax

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.core.origin import Origin
-from systolic.core.units import gibibytes
+from systolic.core.units import Origin, gibibytes
 
 PADDING_PAGES = 1
 """Pages that rows of padding write to, which no text has."""

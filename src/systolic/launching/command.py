@@ -43,9 +43,8 @@ since the last checkpoint. systolic runs lists launches; systolic status, logs a
 systolic launch RECIPE --help shows the recipe's options."""
 SERVE_USAGE = """usage: systolic launch serve BUNDLE --via gke [options]
 
-Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows the price per hour; --show prints them, --submit applies them.
-
-A pod is a server on one TPU machine. The number of pods follows the load, up to --max-replicas. systolic status, logs and stop take the launch's name."""
+Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows the price per hour. --show prints them,
+--submit applies them. systolic status, logs and stop take the launch's name."""
 
 STEPS = ("--submit", "--show", "--quiet")
 """Options that say what this command does, not what is launched."""
@@ -189,7 +188,7 @@ def launch_server(  # noqa: PLR0913  the options of systolic launch serve
 ) -> "WrittenLaunch":
     """Writes the objects that serve a Bundle on Google Kubernetes Engine; with ``submit`` applies them.
 
-    A pod is a server on one TPU machine. The number of pods follows the load, up to ``max_replicas``.
+    A pod is a server on one TPU machine. The number of pods follows the load.
 
     Args:
         bundle: Bundle that the image contains, or gs://BUCKET/FOLDER, which the pods mount.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError, TakenError
-from systolic.launching.clients import NEEDS, call, check_client, code_of, failed, here
 from systolic.launching.docker import KILLED
 from systolic.launching.launch import GONE, ClientDefault, Launch
+from systolic.launching.platforms import NEEDS, call, check_client, code_of, failed, here
 from systolic.launching.record import (
     ENDED,
     LOCAL,

@@ -33,7 +33,7 @@ from systolic.launching.names import NAME_LENGTH, fitting, is_bucket, refuse_sec
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options
 from systolic.recipes.jobs.source import JobSource, arguments_of
-from systolic.runs.plan_choice import Chosen, read
+from systolic.runs.plan_choice import Chosen, StepTime, read
 
 if TYPE_CHECKING:
     from systolic.job import Job
@@ -152,7 +152,7 @@ def _source(recipe: Recipe, options: Mapping[str, Any], typed: Mapping[str, Any]
     )
 
 
-SAME = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
+FIELDS = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
 """Options of :func:`systolic.launch` that are fields of a request as they are."""
 
 
@@ -190,7 +190,7 @@ def request_of(
             options=tuple(words_of("sbatch", options["sbatch"])),
             programs=str(Path(sys.executable).parent),
         ),
-        **{name: options[name] for name in SAME},
+        **{name: options[name] for name in FIELDS},
     )
 
 
@@ -378,14 +378,13 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
     spot = purchase is Purchase.spot
     zone = request.site.zone
     price, region, as_of = on.rate("spot" if spot else "on_demand", zone)
-    source, times = "", dict[str, float | None]()
-    if chosen is not None and chosen.forecast:
-        source, times = chosen.path, dict(chosen.forecast)
+    source, step = "", StepTime()
+    if chosen is not None and chosen.forecast.step_seconds is not None:
+        source, step = chosen.path, chosen.forecast
     elif step_seconds is not None:
-        source, times = "a quick forecast", {"step_seconds": step_seconds}
+        source, step = "a quick forecast", StepTime(step_seconds=step_seconds)
 
-    def total(name: str) -> float | None:
-        seconds = times.get(name)
+    def total(seconds: float | None) -> float | None:
         return None if seconds is None else seconds * steps
 
     return LaunchBill(
@@ -395,9 +394,9 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
         region=region,
         zone=zone,
         source=source,
-        seconds=total("step_seconds"),
-        seconds_low=total("step_seconds_low"),
-        seconds_high=total("step_seconds_high"),
+        seconds=total(step.step_seconds),
+        seconds_low=total(step.step_seconds_low),
+        seconds_high=total(step.step_seconds_high),
     )
 
 

@@ -15,7 +15,7 @@ from msgspec import UnsetType
 
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.units import plural
-from systolic.launching.clients import call, check_client, streamed
+from systolic.launching.platforms import call, check_client, streamed
 from systolic.launching.record import (
     ENDED,
     LOCAL,

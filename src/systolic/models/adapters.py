@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import GROUP, Adapter, AdapterKind, MatrixFormat, WeightFormat
+from systolic.job.precision import CODES, SCALES
 from systolic.models.linear import LowRank
 from systolic.models.quantized.codes import Quantized, quantized
 
@@ -24,8 +25,8 @@ EXPERTS = "experts"
 
 A, B = "lora_a", "lora_b"
 """Last names of the paths of adapters, below the path of their matrix."""
-BASE, CODES, SCALES, INPUTS = "base", "codes", "scales", "inputs"
-"""Last names of a frozen matrix beside an adapter, or of the parts of a quantized one."""
+BASE = "base"
+"""Last name of a frozen matrix beside an adapter."""
 NF4 = MatrixFormat(format=WeightFormat.nf4, group=GROUP)
 """Format of QLoRA's frozen matrices."""
 

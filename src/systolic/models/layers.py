@@ -9,10 +9,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as name
 
 from systolic.job import Layout, Remat, Target
-from systolic.models.quantized.activation_stats import Watched, watched_channels
+from systolic.models.quantized.activations import Watched, w8a8_convolution, watched_channels
 from systolic.models.quantized.codes import Quantized
-from systolic.models.quantized.w8a8 import w8a8_convolution
-from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.config import Pixels
 
 __all__ = ["name", "rematerialise"]
 

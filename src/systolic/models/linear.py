@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from systolic.core.errors import extra
 from systolic.job import Rounding, Target
-from systolic.models.quantized.activation_stats import Watched, watched_input
+from systolic.models.quantized.activations import Watched, w8a8_product, watched_input
 from systolic.models.quantized.codes import Quantized, quantized_product
-from systolic.models.quantized.w8a8 import w8a8_product
 
 PER_CHANNEL = Rounding()
 FEW = 512

@@ -52,17 +52,17 @@ USAGE = """usage: systolic plan RECIPE --on SLICES [options]
        systolic plan --on SLICES [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, path/to/file.py:function, or a model: llama-3.1-70b, a config.json,
-a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is
-analysed; the most promising are compiled by the real compiler, best first, until one is settled. Compiles
-are kept: rerun to continue where Ctrl-C or --time-limit ended the search.
-SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
-price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
-What follows -- is a JAX program of your own: it is started once for each slice, unchanged, until its step is known, and
-the slices are ranked as they are; its mesh and batch are its own affair. One where it fails is listed with the reason.
-Of a recipe it plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a
-server of a model for a demand: systolic plan serve --help shows its options.
+a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is analysed, and the most
+promising are compiled by the real compiler, best first, until the best one is settled. Compiles are kept: rerun to
+continue after Ctrl-C or --time-limit.
+SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all slices of TPUs with a
+price. GPUs such as 8xh100 are ranked by a roofline, which knows the GPU's rates but not its compiler.
+A recipe is planned for its train step; systolic forecast and systolic explain have --step for others. plan serve
+plans a server of a model for a demand: systolic plan serve --help shows its options.
+-- runs a JAX program of your own, unchanged, once for each slice until its step is known, and ranks the slices. The
+program chooses its mesh and batch. A slice where it fails is listed with the reason.
 
-Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan plan.json runs it.
+Exits with 1 when nothing fits and meets the goal. systolic train RECIPE --plan plan.json runs the plan.
 systolic plan RECIPE --help shows the recipe's options."""
 
 
@@ -93,38 +93,38 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     evaluator: Annotated["OpenEvaluator | None", PYTHON] = None,
     **options: Any,
 ) -> "Plan":
-    """Finds the slice and the layout that reach a goal best; nothing of the slices need be there.
+    """Finds the slice and the layout that reach a goal best, without the hardware.
 
     Ctrl-C ends the search with the best so far.
 
     Args:
-        job: What to train; its layout is what is searched. A name is that of a recipe or of a published
+        job: Job to train; its layout is searched. A name is that of a recipe or of a published
             model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, chips (all slices of them) or any, with commas: v5e-16,v5p.
         tokens: Tokens to train on; by default the job's own steps times its batch.
         examples: Examples to train on, instead of tokens.
-        goal: What is made small: time, cost, energy, pareto for time and cost, or fit for the fewest chips that it fits on, with passes and rematerialisation free. By default cost under a deadline, time under a budget or on one slice, else pareto.
-        deadline: For all the training: 90m, 36h, 3d or 1w.
-        budget: Dollars for all the training.
-        price: Which price of the catalogue: on-demand, spot or committed; or dollars of a chip and hour, 0 for chips that cost nothing.
-        start_up: Start of the job with its compile: 5m. By default the compile on this machine and 2 minutes, an assumption.
+        goal: What to minimize: time, cost, energy, pareto for time and cost, or fit for the fewest chips, with passes and rematerialisation free. By default cost under a deadline, time under a budget or on one slice, else pareto.
+        deadline: Time limit for the training: 90m, 36h, 3d or 1w.
+        budget: Dollar limit for the training.
+        price: Which price of the catalogue: on-demand, spot or committed; or dollars per chip and hour, 0 for free chips.
+        start_up: Start-up time of the job, compile included: 5m. By default the compile time on this machine plus 2 minutes, an assumption.
         storage_rate: GB/s that a host reads from and writes to storage, for checkpoints and data; by default 1, an assumption.
         preemptions_per_day: Preemptions of the slice; by default 0, and with spot prices 1, an assumption.
-        grid_intensity: Grams of CO2 per kWh where the slice runs; the plan then tells kilograms.
-        free: What may change beside the layout: batch, precision or batch,precision.
+        grid_intensity: Grams of CO2 per kWh where the slice runs; the plan then states kilograms.
+        free: What may change besides the layout: batch, precision or batch,precision.
         flags: Compiler flags on top of the set that all jobs on a chip share (systolic chips v5e lists it); none leaves that set out.
-        max_chips: Chips at most of a slice that any or the name of a chip stands for.
-        programs: Compiles up to the compiler's schedule, those kept from before among them.
-        finalists: How many of the best get a full compile: by default 2, and none for the goal fit, since memory is exact without one.
-        workers: Compiles at once; 0 takes as many as cores and memory allow.
-        time_limit: When to answer with the best until then: 20m, 2h.
-        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
-        out: Where the plan is written, from the first answer on; an earlier plan's file stays without an answer.
+        max_chips: Largest slice, in chips, that any or the name of a chip stands for.
+        programs: Limit of compiles up to the compiler's schedule, kept ones included.
+        finalists: Number of the best that get a full compile: by default 2, and none for the goal fit, since memory is exact without one.
+        workers: Parallel compiles; 0 takes as many as cores and memory allow.
+        time_limit: Answer with the best plan after this time: 20m, 2h.
+        calibration: Correct the simulator with profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
+        out: File for the plan, written from the first answer on; without an answer an earlier file stays.
         evaluator: Tells what a candidate does; by default the compiler.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
-        OptionError: options that contradict each other or do not parse.
+        OptionError: options contradict each other or do not parse.
         NotFoundError: a name that is neither a slice nor a chip, or that is no calibration.
     """
     from systolic.forecasting.calibrations import calibration_for
@@ -386,8 +386,8 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         on: Slices of TPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
         goal: What ranks them: cost or time, for the same work.
         full: Compile in full, with the compiler's cycles, rather than up to its schedule.
-        minutes: Minutes that the program may take to its step on each slice.
-        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        minutes: Limit in minutes for the program to reach its step on each slice.
+        trips: Number of iterations of a loop whose length the program does not fix, NAME=NUMBER, such as while.5=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
 
     Raises:

@@ -216,14 +216,18 @@ FINALIST_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a search; the first three are options of :func:`systolic.plan`."""
+    """Limits of a search."""
 
     programs: int
+    """Compiles up to the schedule."""
     finalists: int
+    """Full compiles."""
     workers: int
+    """Compiles at once; 0 for as many as cores and memory allow."""
     fruitless: int | None = None
     """Most compiles while none fits; None for no limit of its own."""
     seconds: float | None = None
+    """Time limit of all; None for none."""
     finalist_seconds: float = FINALIST_SECONDS
     """Time limit of the full compiles where ``seconds`` is None."""
 

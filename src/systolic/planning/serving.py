@@ -216,12 +216,12 @@ USAGE = """usage: systolic plan serve MODEL --on SLICES --requests-per-second N 
 
 MODEL is a published model that systolic recipes lists (llama-3.1-8b), a config.json, a Hugging Face folder or a
 Bundle; weights are not needed. For each slice: engines and how the devices of each are split, the requests that an
-engine takes within --ttft and --tpot, replicas, dollars an hour and per million tokens, headroom. Layouts are ranked
-by the floors of their steps, and compiled best first until no floor is below the cheapest. Compiles are kept.
+engine takes within --ttft and --tpot, replicas, dollars per hour and per million tokens, headroom. Layouts are ranked
+by lower bounds of their steps, and compiled best first until no bound is below the cheapest. Compiles are kept.
 SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, as systolic serve needs
-them, or for larger ones where no machine holds the model; any for those of all TPUs.
+them, or for larger slices if no machine holds the model; any for those of all TPUs.
 
-Exits with 1 when nothing takes the demand."""
+Exits with 1 when no slice takes the demand."""
 
 CANDIDATES = 6
 """Layouts that are compiled, those of the least floors."""
@@ -268,25 +268,23 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     target: Annotated[str, PYTHON] = "",
     **options: Any,
 ) -> ServingPlan:
-    """Plans slices, layouts and replicas that serve a demand, cheapest first; nothing of the slices need be there.
+    """Plans slices, layouts and replicas that serve a demand, cheapest first, without the hardware.
 
     Args:
-        job: A language model: a Job, the name of a published model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, chips (their slices of one machine) or any, with commas: v6e-8,v5e.
-        requests_per_second: Requests that come, by chance.
-        ttft: Time to the first token that 99 % of the requests keep, the wait for other prompts included: 500ms, 1s.
-        tpot: Mean time of each further token: 50ms.
+        requests_per_second: Mean rate of requests, which arrive at random.
+        ttft: Limit of the time to the first token for 99 % of the requests, including the wait for other prompts: 500ms, 1s.
+        tpot: Limit of the mean time of each further token: 50ms.
         price: Which price of the catalogue: on-demand, spot or committed.
         host_ms: Milliseconds of the host's work for each step, an assumption.
-        candidates: Layouts that are compiled up to the schedule, those of the least floors.
-        finalists: How many of the best get a full compile.
-        flags: Compiler flags on top of the set that all jobs on a chip share; none leaves that set out.
+        candidates: Layouts to compile up to the schedule, those with the lowest bounds.
+        finalists: Number of the best that get a full compile.
         compiler: Where compiles are kept; its flags are those of each slice.
         target: What a Job was made of: a quantized Bundle has formats of its own.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
-        OptionError: an option that does not parse or is out of its range, or the model is no language model.
+        OptionError: an option does not parse or is out of its range, or the model is no language model.
         NotFoundError: a name that is neither a slice nor a chip.
     """
     source = source_of(job, options)

@@ -19,7 +19,7 @@ from pathlib import Path
 from systolic.chips import by_device_kind
 from systolic.chips import chip as by_name
 from systolic.core.errors import DataError, OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.profile.ceilings import Ceilings, Rate
 from systolic.profile.ops import LINKS, Activity, Describer, ProfiledOp
 from systolic.profile.trace import DeviceOp, DeviceTrace, Interval, Mark, exclusive, missing, union

@@ -1,27 +1,31 @@
-"""Calibration: data that stands for what a model will see, apart from what it is measured on, and the largest inputs of its matrices on it."""
+"""Calibration: data that stands for what a model will see, and the second moments or largest magnitudes of its matrices' inputs."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.core.files import lines_of, nearest_file
 from systolic.core.reporter import reporter
 from systolic.core.units import si
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.data.fingerprint import of_files, shared
-from systolic.data.text.sentences import Sentences, read_text
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData, read_text
 from systolic.inference.evaluation import splits
 from systolic.inference.model import TrainedModel
-from systolic.job import Job, MatrixFormat, Split
+from systolic.job import Job, MatrixFormat, Split, Task
 from systolic.job.data import MASK
+from systolic.job.model import Mean
+from systolic.models.quantized.activations import counting, watch
+from systolic.steps.step_functions import StepFunctions
 
 if TYPE_CHECKING:
     from systolic.formats.matrices import Matrix
@@ -57,7 +61,6 @@ def largest_of(
         OptionError: the data is of another kind.
         DataError: there is too little of it, a file can't be read, or a number is not finite.
     """
-    from systolic.training.activation_stats import largest_inputs
 
     shapes = {
         path: matrices[path].largest_shape
@@ -65,7 +68,9 @@ def largest_of(
         if how.format.activations
     }
     reporter().stage(f"activations of {len(shapes)} matrices")
-    magnitudes = largest_inputs(model.setup.steps, model.weights, shapes, _batches(model, data))
+    magnitudes = watched(
+        model.setup.steps, model.weights, shapes, _batches(model, data), jnp.maximum
+    )
     if (
         path := next(
             (p for p, largest in magnitudes.items() if not np.isfinite(largest).all()), None
@@ -89,8 +94,6 @@ def moments_of(
         DataError: there is too little of it, or a file can't be read.
         OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
     """
-    from systolic.training.activation_stats import input_moments
-
     shapes = {
         path: matrices[path].moments_shape
         for path, how in formats.items()
@@ -106,7 +109,7 @@ def moments_of(
             f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
         )
     reporter().stage(f"inputs of {len(shapes)} matrices")
-    return input_moments(model.setup.steps, model.weights, shapes, _batches(model, data))
+    return watched(model.setup.steps, model.weights, shapes, _batches(model, data), jnp.add)
 
 
 def check_calibration(
@@ -306,3 +309,65 @@ def _check_tokens(path: Path | None, tokens: int) -> None:
         raise DataError(
             f"--calibrate is {path}, which has {tokens} tokens; give a text of {LEAST_TOKENS} or more that stands for what the model will see"
         )
+
+
+def watched(
+    steps: StepFunctions,
+    weights: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    batches: Iterable[Mapping[str, Any]],
+    join: Callable[[jax.Array, jax.Array], jax.Array],
+) -> dict[str, np.ndarray]:
+    """Second moments (``join`` adds) or largest magnitudes (``join`` takes the maximum) of the inputs of matrices over batches; float32, zeros where there is no batch.
+
+    Args:
+        steps: Programs of a job.
+        weights: Parameters and other variables.
+        shapes: Path to [inputs, inputs] or [inputs], after the number of layers where matrices are stacked.
+        batches: Examples as the job's data has them; their padding does not count.
+        join: Joins the statistics of two batches.
+    """
+    network, task = steps.network, steps.job.task
+
+    def read(seen: Any, params: Any, rest: Any, batch: Any) -> jax.Array:
+        module = network.module(network.cast(params), rest, train=False)
+        watch(module, seen)
+        with counting(_counted(batch)):
+            return _sum_of_outputs(task, module, batch)
+
+    program = jax.jit(
+        lambda total, *arguments: jax.tree.map(join, total, jax.grad(read)(total, *arguments)),
+        donate_argnums=0,
+        compiler_options=steps.target.compiler_options,
+    )
+    total = {path: jnp.zeros(shape, jnp.float32) for path, shape in shapes.items()}
+    for batch in batches:
+        total = program(total, weights.params, weights.model_state, batch)
+    return {path: np.asarray(statistic) for path, statistic in jax.device_get(total).items()}
+
+
+def _counted(batch: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Masks of what is no padding, as :func:`~systolic.models.quantized.activations.counting` takes them: of tokens, of predictions, and of examples."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    rows = batch[MASK] > 0 if MASK in batch else jnp.ones(size, bool)
+    masks = []
+    if "segments" in batch:
+        masks.append(batch["segments"] > 0)
+    elif "tokens" in batch and "targets" in batch:  # a prompt has no targets, but text after it
+        masks.append(jax.lax.cummax((batch["targets"] >= 0).astype(jnp.int32), 1, reverse=True) > 0)
+    if "places" in batch:
+        masks.append(batch["labels"] >= 0)
+    return [*(mask & rows[:, None] for mask in masks), rows]
+
+
+def _sum_of_outputs(task: Task, module: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """A number that all of a model's products lead to: the sum of what it predicts, or of the loss where that is nothing."""
+    predictions = [output for output in task.outputs(module, batch).values() if _is_float(output)]
+    if not predictions:
+        loss = task.terms(module, batch, False)["loss"]
+        predictions = [loss.total if isinstance(loss, Mean) else loss]
+    return sum((jnp.sum(output, dtype=jnp.float32) for output in predictions), start=jnp.zeros(()))
+
+
+def _is_float(array: jax.Array) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))

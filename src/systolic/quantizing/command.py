@@ -25,10 +25,10 @@ BUDGET = 0.005
 
 USAGE = """usage: systolic quantize MODEL --to FORMAT --out DIR [options]
 
-MODEL is the directory of a run, a Bundle, a Hugging Face folder or a GGUF file. It is written as a Bundle with
-its matrices in fewer bits, and what that costs is measured. Activations stay in the compute dtype, or with
---activations products are of int8. Norms, biases, routers and first convolutions stay as they are; the matrices
-of a language model's vocabulary have 8 bits at least."""
+MODEL is the directory of a run, a Bundle, a Hugging Face folder or a GGUF file. The result is a Bundle with its
+matrices in fewer bits, and the measured loss. Activations stay in the compute dtype; with --activations products are
+int8. Norms, biases, routers and first convolutions are not quantized. The matrices of a language model's vocabulary
+have at least 8 bits."""
 
 
 def _named(name: WeightFormat | str) -> MatrixFormat:
@@ -68,42 +68,42 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
     repeats: Annotated[int, NOT_NEGATIVE, OptionWords(int, default=5)] = 0,
     trust: bool = False,
 ) -> "QuantizedModel":
-    """Writes a model as a Bundle with its matrices in fewer bits, and measures what that costs.
+    """Writes a model as a Bundle with its matrices in fewer bits, and measures the loss.
 
     Args:
         path: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         out: The new Bundle's folder.
         to: int8 and fp8 (e4m3) have a scale for each output channel; int4 and nf4 one for each group of inputs. w8a8 is int8 with --activations.
         keep: Matrices that stay in their dtype: paths, parts of paths such as down, or patterns such as 'blocks/mlp/*'.
-        group: Of int4 and nf4, inputs that share a scale: 32, 64 (by default) or 128; int8 and fp8 take 0 alone, all of a channel.
-        data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
-        batches: Only the first so many batches; 0 is all.
-        metrics: Of conversations in --data: exact, json, or a function of (answer, reference) as FILE.py:FUNCTION; may be given several times.
-        answers: Conversations that are answered for the metrics, before and after; the first so many.
-        answer_tokens: Most new tokens of such an answer.
+        group: Inputs that share a scale with int4 and nf4: 32, 64 (default) or 128. int8 and fp8 take only 0, a channel.
+        data: Data to measure quality on in place of the run's own, as for systolic eval --path.
+        batches: Use only the first N batches; 0 uses all.
+        metrics: Metric of conversations in --data: exact, json, or a function of (answer, reference) as FILE.py:FUNCTION.
+        answers: Number of conversations to answer for the metrics, before and after.
+        answer_tokens: Limit of new tokens of an answer.
         activations: With --to int8: activations in int8 too, with scales by --calibrate, or by a run's own training data.
-        calibrate: Other data than that of quality: codes of 4 bits, and scales of activations, are fitted to the inputs that it gives each matrix.
-        auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
-        budget: Largest loss with --auto, such as 0.5% (a number from Python: 0.005): of perplexity relative, of accuracy in points; 0.5% by default.
+        calibrate: Data to fit codes of 4 bits and scales of activations to; it must differ from the data of quality.
+        auto: Measure the loss of each matrix; the worst go to int8 or stay in their dtype until the budget is met.
+        budget: Largest loss with --auto: relative for perplexity, points for accuracy, such as 0.5%, the default (in Python 0.005).
         on: Slices for forecasts before and after, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
         quick: Stop the forecasts at the compiler's schedule, after seconds.
-        repeats: Timed calls here before and after; 0, the default of Python, times none.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        repeats: Timed calls on this machine before and after; 0, the default in Python, times none.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        The Bundle beside the model. Where Ctrl-C or an error ends the timing, the Bundle is written, and the
-        result says so in ``stopped_by``.
+        The Bundle, compared with the model. If Ctrl-C or an error ends the timing, the Bundle is still written, and
+        ``stopped_by`` says why.
 
     Raises:
-        OptionError: options that contradict each other, nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
+        OptionError: options contradict each other, nothing of the model can be quantized, a pattern matches nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
         NotFoundError, DataError: there is no such model or data, it can't be read, or weights are NaN or infinite.
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     assert isinstance(to, MatrixFormat)
     chosen, share = _format(to, group, activations=activations), _share(budget, auto=auto)
     from systolic.comparing.speeds import SpeedOptions, speeds_beside
-    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.evaluation import AnswerOptions
     from systolic.quantizing.quantize import Evaluated, quantize
 
     path, out = Path(path), Path(out)

@@ -14,12 +14,12 @@ from systolic.core.errors import OptionError, SystolicError, called
 from systolic.core.files import check_room
 from systolic.core.reporter import reporter
 from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
-from systolic.formats.comparison import Parity, compare
+from systolic.formats.comparison import PROBES, Parity, compare, few, probe_of
 from systolic.formats.exporting import export_model
 from systolic.formats.jobs import job_of
-from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
+from systolic.inference.evaluation import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.inference.model import (
     Metrics,
     TrainedModel,
@@ -28,7 +28,6 @@ from systolic.inference.model import (
     prepare_model,
     set_up_here,
 )
-from systolic.inference.scoring import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.job import Adapter, Job, MatrixFormat
 from systolic.quantizing.calibration import (
     check_apart,
@@ -76,7 +75,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedModel:
-    """A quantized Bundle, and its quality beside that of the model that it was made from."""
+    """A quantized Bundle, compared with the model that it was made from."""
 
     path: Path
     asked: MatrixFormat
@@ -437,7 +436,7 @@ class _Figures:
     def of(
         cls, model: TrainedModel, source: Source, measure: Measure | None, on: Evaluated
     ) -> "_Figures":
-        from systolic.formats.probe import outputs_of
+        from systolic.formats.comparison import outputs_of
 
         outputs = None
         if type(source.model) in PROBES:

@@ -20,7 +20,8 @@ from systolic.formats.matrices import Matrix, planned_tensors
 from systolic.formats.source import Source
 from systolic.formats.weights import matrices_of
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.adapters import INPUTS, SCALES
+from systolic.job.precision import INPUTS, SCALES
+from systolic.models.quantized.activations import w8a8
 from systolic.models.quantized.codes import (
     NF4_VALUES,
     SCALES_DTYPE,
@@ -28,7 +29,6 @@ from systolic.models.quantized.codes import (
     quantized,
     scales_shape,
 )
-from systolic.models.quantized.w8a8 import w8a8
 from systolic.runs.bundle.folder import BundleDraft
 from systolic.runs.bundle.packed import QuantizedRecord, packed
 from systolic.runs.weights import Weights

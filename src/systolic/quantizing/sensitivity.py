@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import OptionError
-from systolic.core.files import digest, write_json
+from systolic.core.files import cache_home, digest, write_json
 from systolic.core.reporter import reporter
-from systolic.core.store import cache_home
 from systolic.inference.evaluation import splits
 from systolic.inference.model import Metrics, TrainedModel
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.tasks.language import LanguageModel
+from systolic.steps.tasks import LanguageModel
 
 if TYPE_CHECKING:
     from systolic.quantizing.rounder import Rounder

@@ -213,6 +213,10 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
+    from systolic.runs.job_record import MovedModules
+
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())
     sys.path.insert(0, str(folder))
     recipe_folder.write_none(folder)
     try:

@@ -1,7 +1,7 @@
 """A byte-level language model on the Python standard library, in about three minutes on two cores."""
 
 from systolic.core.arguments import explained_by, with_types
-from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import StandardLibrary
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -18,7 +18,7 @@ from systolic.job import (
 )
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.lm import lm
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 
 BATCH = Batch(total=16)
 MODEL = Decoder(

@@ -3,7 +3,7 @@
 import enum
 
 from systolic.core.arguments import with_types
-from systolic.data.image.digits import SIZE, Digits
+from systolic.data.image.sets import SIZE, Digits
 from systolic.job import (
     Batch,
     ChangedOptimizer,
@@ -20,10 +20,8 @@ from systolic.job import (
     Precision,
     Schedule,
 )
-from systolic.models.vision.cnn.config import CNN
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.vit.config import ViT
-from systolic.steps.tasks.classification import Classification
+from systolic.models.vision.config import CNN, Pixels, ViT
+from systolic.steps.tasks import Classification
 
 
 class DigitsModel(enum.Enum):

@@ -4,7 +4,7 @@ import enum
 from pathlib import Path
 
 from systolic.core.arguments import explained_by, with_types
-from systolic.data.image.idx import DEBIAN, Idx
+from systolic.data.image.sets import DEBIAN, Idx
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -19,11 +19,9 @@ from systolic.job import (
     Precision,
     Schedule,
 )
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision.vit.config import ViT
+from systolic.models.vision.config import Depth, Pixels, ResNet, Stem, ViT
 from systolic.recipes.digits import digits
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.tasks import Classification
 
 
 class FashionModel(enum.Enum):

@@ -28,12 +28,9 @@ from systolic.job import (
     Precision,
     Schedule,
 )
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import Pixels
-from systolic.models.vision.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision.vit.config import Preset, ViT
+from systolic.models.vision.config import Depth, MobileNetV2, Pixels, Preset, ResNet, Stem, ViT
 from systolic.recipes.digits import digits
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.tasks import Classification
 
 
 class ImageModel(enum.Enum):

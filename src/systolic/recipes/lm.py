@@ -7,8 +7,7 @@ from typing import Annotated
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT
-from systolic.data.text.bytes import StandardLibrary
-from systolic.data.text.documents import Documents
+from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.text_data import TextData
 from systolic.job import (
     Batch,
@@ -23,7 +22,7 @@ from systolic.job import (
     Schedule,
 )
 from systolic.models.decoder.config import Decoder
-from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit
 
 BATCH = Batch(per_device=8)
 SCHEDULE = Schedule(warmup=100)

@@ -23,7 +23,7 @@ from systolic.job import (
 )
 from systolic.models.encoder.config import Encoder
 from systolic.recipes.lm import lm, rows_of, wide_enough
-from systolic.steps.tasks.language import MaskedTokens
+from systolic.steps.tasks import MaskedTokens
 
 BATCH = Batch(per_device=8)
 OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.01)

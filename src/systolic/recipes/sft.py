@@ -27,7 +27,7 @@ from systolic.job import (
     Schedule,
 )
 from systolic.models.decoder.config import Decoder
-from systolic.steps.tasks.language import LanguageModel
+from systolic.steps.tasks import LanguageModel
 
 BATCH = Batch(per_device=4)
 ADAPTERS = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.0)

@@ -36,7 +36,7 @@ VIEWS: Mapping[str, tuple[str, Callable[[Any, Any], Sequence[Text]]]] = {
         "systolic.planning.display.serving",
         lambda view, value: view.lines(value, WIDTH),
     ),
-    "StudyResult": ("systolic.tuning.display.text", lambda view, value: view.lines(value)),
+    "StudyResult": ("systolic.tuning.display.view", lambda view, value: view.lines(value)),
 }
 """Name of a class to the module with its screen, and the screen's lines."""
 

@@ -1,11 +1,14 @@
 """job.json of a run as one value, read from files of earlier versions as far as they go; and a Job made from its JSON again, with types of this package only."""
 
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any
 
 import msgspec
@@ -196,10 +199,46 @@ def compiled_with(record: JobRecord) -> tuple[str, ...]:
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
 MOVED: Mapping[str, str] = {
+    "systolic.data.audio.recordings": "systolic.data.audio",
+    "systolic.data.image.digits": "systolic.data.image.sets",
+    "systolic.data.image.idx": "systolic.data.image.sets",
+    "systolic.data.text.bytes": "systolic.data.text.documents",
+    "systolic.data.text.packing": "systolic.data.text.text_data",
+    "systolic.data.text.prompts": "systolic.data.text.documents",
+    "systolic.data.text.sentences": "systolic.data.text.text_data",
     "systolic.interop.program.model": "systolic.formats.program.model",
-    "systolic.steps.tasks.masked": "systolic.steps.tasks.language",
+    "systolic.job.quantization": "systolic.job.precision",
+    "systolic.models.decoder.rotary": "systolic.models.decoder.options",
+    "systolic.models.vision.cnn.config": "systolic.models.vision.config",
+    "systolic.models.vision.mobilenet.config": "systolic.models.vision.config",
+    "systolic.models.vision.pixels": "systolic.models.vision.config",
+    "systolic.models.vision.resnet.config": "systolic.models.vision.config",
+    "systolic.models.vision.vit.config": "systolic.models.vision.config",
+    "systolic.steps.tasks.arrays": "systolic.steps.tasks",
+    "systolic.steps.tasks.classification": "systolic.steps.tasks",
+    "systolic.steps.tasks.embedding": "systolic.steps.tasks",
+    "systolic.steps.tasks.language": "systolic.steps.tasks",
+    "systolic.steps.tasks.masked": "systolic.steps.tasks",
+    "systolic.steps.tasks.transcription": "systolic.steps.tasks",
 }
 """Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finder of modules by the names of earlier versions, by which a run's copy of a recipe imports them."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A module that moved, or a package that only such lay in."""
+        package = any(old.startswith(f"{fullname}.") for old in MOVED)
+        if fullname in MOVED or package:
+            return ModuleSpec(fullname, self, is_package=package)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts the module of today in the place of the new one."""
+        name = module.__name__
+        if name in MOVED:
+            sys.modules[name] = import_module(MOVED[name])
 
 
 def types_of(job: Job) -> dict[str, str]:

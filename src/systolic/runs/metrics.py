@@ -310,7 +310,7 @@ class ProbedParameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of diagnoses.jsonl (see :mod:`systolic.training.probe`)."""
+    """A line of diagnoses.jsonl (see :mod:`systolic.training.diagnosis`)."""
 
     step: int
     learning_rate: float = 0.0

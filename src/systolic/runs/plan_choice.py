@@ -3,7 +3,7 @@
 import math
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from systolic.job.layout import RENAMED
 
 FORMAT = 1
 """Version of plan.json."""
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Time of a step by a plan; empty where what is trained is another step."""
+
+    step_seconds: float | None = None
+    step_seconds_low: float | None = None
+    step_seconds_high: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +43,7 @@ class Chosen:
     """Optimizer steps for the plan's tokens or examples."""
     flags: Sequence[str] = ()
     """Compiler flags of libtpu."""
-    forecast: Mapping[str, float | None]
-    """Seconds a step with interval, and MFU."""
+    forecast: StepTime
 
     def applied(self, job: Job) -> Job:
         """The job with the plan's settings.
@@ -47,12 +55,12 @@ class Chosen:
 
     def to_json(self) -> dict[str, Any]:
         """For job.json; :meth:`from_json` reads it."""
-        return asdict(self)
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "Chosen":
         """Inverse of :meth:`to_json`."""
-        return cls(**plain)
+        return msgspec.convert(plain, cls)
 
 
 class _RunTotals(msgspec.Struct):
@@ -171,12 +179,7 @@ def candidate(saved: SavedPlan, path: str, number: int) -> Chosen:
         settings=chosen.settings,
         steps=max(1, math.ceil(chosen.total.steps - 1e-6)),
         flags=tuple(chosen.flags),
-        forecast={
-            "step_seconds": chosen.step_seconds,
-            "step_seconds_low": chosen.step_seconds_low,
-            "step_seconds_high": chosen.step_seconds_high,
-            "mfu": chosen.mfu,
-        },
+        forecast=msgspec.convert(chosen, StepTime, from_attributes=True),
     )
 
 

@@ -8,11 +8,17 @@
 import datetime
 import io
 import json
+import os
+import platform
 import re
 import shlex
 import shutil
+import socket
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +27,6 @@ from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 from systolic.runs import metrics
 from systolic.runs.access import LOCK, Access, Lock
-from systolic.runs.environment import environment
 from systolic.runs.paths import DIRECTORY
 from systolic.runs.remote import mirror
 from systolic.runs.remote.sharded_upload import Part
@@ -30,6 +35,70 @@ from systolic.runs.remote.upload import Sender, claim
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_VARIABLES = ("XLA_", "JAX_", "LIBTPU", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_")
+_GIT_SECONDS = 10
+
+
+def environment(devices: Sequence[str], flags: Sequence[str] = ()) -> dict[str, Any]:
+    """This process's environment as JSON.
+
+    Args:
+        devices: the devices as the caller names them, e.g. ``["TPU v5 lite", ...]``.
+        flags: of the compiler, given to each program.
+    """
+    import psutil
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "devices": list(devices),
+        "flags": list(flags),
+        "packages": packages(),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
+        "git": git(),
+        "argv": list(sys.argv),
+        "pid": os.getpid(),
+    }
+
+
+@cache
+def packages() -> dict[str, str]:
+    """Versions of all installed packages by name; read once in a process, which may train several runs."""
+    import importlib.metadata
+
+    # Each access to an attribute parses the package's whole description again.
+    known = [package.metadata for package in importlib.metadata.distributions()]
+    versions = {
+        str(metadata["Name"]): str(metadata["Version"]) for metadata in known if metadata["Name"]
+    }
+    return dict(sorted(versions.items(), key=lambda pair: pair[0].lower()))
+
+
+def git() -> dict[str, Any] | None:
+    """The commit of the current folder and whether files differ from it; ``None`` outside a repository."""
+    if shutil.which("git") is None:
+        return None
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+    )
+    return result.stdout.strip()
+
 
 JOB = "job.json"
 RECIPE = "recipe.py"
@@ -269,7 +338,7 @@ class Run:
         yield from metrics.read(self.path / SAMPLES)
 
     def append_diagnosis(self, record: Mapping[str, Any]) -> None:
-        """Appends a gradient probe of a step (see :mod:`systolic.training.probe`) to ``diagnoses.jsonl``."""
+        """Appends a gradient probe of a step (see :mod:`systolic.training.diagnosis`) to ``diagnoses.jsonl``."""
         if self._diagnoses is None:
             self._diagnoses = metrics.Log(self._own(DIAGNOSES))
         self._diagnoses.append(record)

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 SERVE_USAGE = """usage: systolic serve MODEL... [options]
        systolic serve --keys FILE --new-key NAME
 
-MODEL is a run, a Bundle, a Hugging Face folder or a GGUF file, as DIR or NAME=DIR. Served are OpenAI's API, the Open
-Inference Protocol and TensorFlow Serving's REST on one port.
-Language models are batched continuously, all others dynamically. The server listens at once and is ready
-(/health) when every program is compiled. SIGTERM ends it when the requests in flight have ended."""
+MODEL is a run, a Bundle, a Hugging Face folder or a GGUF file, as DIR or NAME=DIR. One port answers OpenAI's API, the
+Open Inference Protocol and TensorFlow Serving's REST. Language models are batched continuously, all others dynamically.
+The server listens at once and is ready (/health) when every program is compiled. After SIGTERM it ends when the
+requests in flight have ended."""
 
 BATCH_USAGE = """usage: systolic batch MODEL IN.jsonl OUT.jsonl [options]
 
-Answers the requests of a file in OpenAI's batch format, each line exactly once: run again, it continues.
+Answers the requests of a file in OpenAI's batch format, each line exactly once. Rerun to continue.
 A line is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, or a body alone. Results are
-appended as they are known, in any order. A line that can't be answered has a result with its error, and the exit code is 1."""
+appended as they complete, in any order. A line that cannot be answered gets a result with its error, and the exit code
+is 1."""
 
 FORMS = Literal["auto", "bf16", "f32"]
 LOGS = Literal["auto", "json", "text"]
@@ -104,51 +105,51 @@ def serve(  # noqa: PLR0913  the options of systolic serve
 ) -> "ServerEnd | NewKey | list[KeptPrograms]":
     """Serves trained models: OpenAI's API, the Open Inference Protocol and TensorFlow Serving's REST on one port.
 
-    Returns when the process was told to end (SIGTERM, Ctrl-C) and every request is answered. SIGHUP reads the
-    folders again: versions that are new or have other contents are added when they are ready, those that are gone
-    are taken out when their requests have ended. The server writes its log to stderr.
+    Returns after SIGTERM or Ctrl-C, when every request is answered. SIGHUP reads the folders again: new and
+    changed versions are added when they are ready, and deleted ones are removed when their requests have
+    ended. The server logs to stderr.
 
     Args:
         models: Runs, Bundles, Hugging Face folders or GGUF files, each as DIR or NAME=DIR; a folder of folders 1, 2, ... holds versions.
         host: Address to listen on; 0.0.0.0 for all.
         port: Port; 0 takes a free one.
         tls_cert: Certificate chain (PEM), for HTTPS.
-        tls_key: Its private key (PEM).
-        keys: File of API keys' hashes; without it everyone is let in.
-        new_key: Add a key of this name to the file, print it and end.
-        rate_per_minute: Requests of a key in a minute; 0 sets no bound.
-        tokens_per_minute: Tokens of a key in a minute, of prompts and answers; 0 sets no bound.
-        grace_seconds: Time for the requests in flight when the server is told to end.
-        deadline_seconds: Ends each request so long after it came.
+        tls_key: Private key of the certificate (PEM).
+        keys: File of API keys' hashes; without it no key is required.
+        new_key: Add a key with this name to the file, print it and exit.
+        rate_per_minute: Requests per minute of a key; 0 sets no limit.
+        tokens_per_minute: Tokens per minute of a key, prompts and answers together; 0 sets no limit.
+        grace_seconds: Time for the requests in flight after a signal to stop.
+        deadline_seconds: Time limit of each request.
         body_bytes: Largest body of a request.
-        requests: Requests that are answered or wait at once.
+        requests: Limit of requests that run or wait at once.
         queued: Requests for text that wait for their first step; more are refused with 429.
         rows: Texts that are continued at once.
         context: Tokens of a text, prompt and answer together, at least 2; 0 takes the model's own, at most 4,096.
-        chunk: Most tokens of a prompt that a step reads.
+        chunk: Largest number of prompt tokens that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
         kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
         layout: Devices of each language model.
-        precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
-        delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
-        traffic: What to choose the sizes of programs for: a file of --save-traffic, or the log of a server in JSON.
-        save_traffic: Write what came to each model into this file when the server ends.
-        strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
-        model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
-        log: The log's form: text for people, json for programs, or auto, which asks whether standard error is a terminal.
-        check_cache: Print which compiled programs are on the disk, and why the others are not, and end; nothing is compiled.
-        log_prompts: Write prompts into the log.
-        checkpoint: Of a run: best, last or the number of a step.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        precision: Precision of the computation. auto takes a run's own; models in files use bf16 on TPUs and GPUs and f32 on CPUs.
+        delay_ms: Longest wait of a request for others to share its batch, for models without text output.
+        traffic: Traffic to choose the sizes of programs for: a file of --save-traffic, or a server's log in JSON.
+        save_traffic: Write each model's traffic to this file when the server ends.
+        strict: End a model that compiles a program after it was ready. Such compiles are always counted.
+        model_control: Let clients unload and load these models, as on Triton: /v2/repository/models/NAME/unload and /load.
+        log: Format of the log: text for people, json for programs; auto writes text if stderr is a terminal.
+        check_cache: Print which compiled programs are cached, and why the others are not, then exit. Nothing is compiled.
+        log_prompts: Write prompts to the log.
+        checkpoint: Checkpoint of a run: best, last or the number of a step.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
     Returns:
-        How the server ended. With ``new_key`` the key; with ``check_cache`` the programs of each model. Neither serves.
+        How the server ended. With ``new_key`` the key, with ``check_cache`` the programs of each model, without serving.
 
     Raises:
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         NotFoundError: there is no such model or file.
-        OptionError: options that contradict each other, a name is given twice or has signs that a path of the server can't have, or the host is no address of this machine.
+        OptionError: options contradict each other, a name is repeated or not valid in a path of the server, or the host is no address of this machine.
         RunError: a model can't be opened, or the port can't be listened on.
     """
     words = [path_text(model) for model in ([models] if isinstance(models, str | Path) else models)]
@@ -263,7 +264,7 @@ def batch(  # noqa: PLR0913  the options of systolic batch
     checkpoint: str = "best",
     trust: bool = False,
 ) -> "BatchProgress":
-    """Answers the requests of a file in OpenAI's batch format, each line exactly once: run again, it continues.
+    """Answers the requests of a file in OpenAI's batch format, each line exactly once. Rerun to continue.
 
     Ctrl-C ends it when the lines in flight have their results; a second one ends it at once.
 
@@ -271,16 +272,16 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         model: A run, a Bundle, a Hugging Face folder or a GGUF file, as DIR or NAME=DIR.
         source: The requests (.jsonl).
         out: The results (.jsonl); the lines that it has are not asked again.
-        in_flight: Lines that are asked at once; 0 takes twice --rows, and 128 for models that write no text.
+        in_flight: Lines in flight at once; 0 takes twice --rows, and 128 for models without text output.
 
     Returns:
-        The lines that have results now, and how many of them failed; ``answered`` is below ``lines`` after Ctrl-C.
+        Numbers of lines with a result and of failed lines; ``answered`` is below ``lines`` after Ctrl-C.
 
     Raises:
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         NotFoundError: there is no such model or file.
         DataError: the file is no batch of requests, or the output has results of another model or other options.
-        RunError: the model stopped, or the disk is full; run again, it continues.
+        RunError: the model stopped, or the disk is full; rerun to continue.
     """
     try:
         from systolic.serving.offline.batch import run_batch

@@ -28,7 +28,7 @@ from systolic.recipes.jobs.run import check_folder
 from systolic.serving.batch.buckets import BatchOptions
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.registry import ENDS
-from systolic.serving.restored import restored_on_cpu
+from systolic.serving.text.converting import restored_on_cpu
 from systolic.serving.text.opening import EngineSizes
 from systolic.steps.serving_layout import ServingLayout
 
@@ -183,11 +183,10 @@ def serve(
 
     Raises: as :func:`systolic.serve`.
     """
-    from systolic.serving.display.log import ConsoleLog
     from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
     from systolic.serving.http.process import Process
     from systolic.serving.http.state import ServerState
-    from systolic.serving.http.telemetry import EventLog
+    from systolic.serving.http.telemetry import ConsoleLog, EventLog
     from systolic.serving.registry import ModelRegistry
 
     metrics = Metrics()

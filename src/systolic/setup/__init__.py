@@ -20,12 +20,11 @@ from systolic.job.model import check_terms
 from systolic.runs.job_record import JobRecord
 from systolic.runs.weights import Weights
 from systolic.steps.machine import LocalDevices
-from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
 from systolic.steps.programs import compiled, evaluation_rows, jit_evaluate, jit_train, never
 from systolic.steps.state import TrainState
 from systolic.steps.step_functions import StepFunctions, wide_copy
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, slices_of
 
 COMPARED = 8
 """Most examples on which a model of another framework is compared with it."""

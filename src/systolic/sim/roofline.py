@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.sim.calibration import constant

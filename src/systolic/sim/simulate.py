@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from systolic.chips import Slice
-from systolic.core.origin import Origin
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.hlo.shape import HBM, HOST, Shape

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.module import named
 from systolic.sim.calibration import Calibration, constant

@@ -1,12 +1,12 @@
 """Tokens of the longest text that a language model takes, prompt and answer together."""
 
 from systolic.core.errors import OptionError
+from systolic.data.text.documents import Prompts
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.prompts import Prompts
 from systolic.data.text.text_data import TextData
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.models.decoder.options import RopeScaling, Stretching
 
 LEAST_TEXT = 2
 """Tokens of the shortest text: one of the prompt and one of the answer."""

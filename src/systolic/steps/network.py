@@ -111,13 +111,28 @@ class ModelStructure:
 
     def _module(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            rngs = nnx.Rngs(key)
+            rngs, stream = nnx.Rngs(), TracedStream(key, tag="default")
+            setattr(rngs, stream.tag, stream)
             module = self.model.build(rngs, self.target)
             if self.adapter:
                 names = frozenset(self.model.adaptable())
                 adapt(module, self.adapter, names, rngs, jnp.dtype(self.target.dtype))
             place_quantized(module, self.quantization.by_path(), self.target.platform)
             return module
+
+
+class TracedStream(nnx.RngStream):
+    """Random keys that cost the same however many a module has drawn.
+
+    Flax compares the shardings of a count before and after it adds one, and a traced value has none: the text of JAX's
+    error names the arguments that it comes from, for which JAX walks all that was traced so far.
+    """
+
+    def __call__(self) -> jax.Array:
+        """The next key."""
+        key = jax.random.fold_in(self.key.get_value(), self.count.get_value())
+        self.count.set_value(self.count.get_value() + 1)
+        return key
 
 
 class _Slot(NamedTuple):

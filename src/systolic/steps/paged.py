@@ -1,14 +1,7 @@
-"""Serving a language model as pure functions: one step over a cache in pages, and the choice of tokens.
-
-The decode step of a static batch with each layer's weights and cache in arrays of their own.
-
-Layers in a stack are read by a loop, at whose turns the compiler can't fetch ahead. Here the weights of a layer are fetched
-into the chip's vector memory while the layer before waits for its sums.
-"""
+"""Serving a language model as pure functions: one step over a cache in pages, and the choice of tokens."""
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +10,14 @@ from flax import nnx
 
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
-from systolic.models.decoder.cache import Rows, appended_rows
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
 from systolic.models.decoder.page_ragged import RaggedArrays
-from systolic.models.decoder.paged import Layer, Reading, layers_of, one_of, page_arrays, read
-from systolic.models.quantized.codes import Quantized
+from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
 from systolic.steps import paged_sharding
-from systolic.steps.decode import Decode, pick
+from systolic.steps.logits import ChosenTokens, score
 from systolic.steps.network import Arrays
-from systolic.steps.sampling import ChosenTokens, score
 from systolic.steps.step_functions import StepFunctions
 
 BLOCKS = ("blocks/", "dense_blocks/")
@@ -315,106 +305,3 @@ class PagedSteps:
 
 def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-
-class ApartState(NamedTuple):
-    """State of a generation, see :class:`systolic.steps.decode.DecodeState`."""
-
-    token: jax.Array
-    """int32[batch]."""
-    key: jax.Array
-    """Random key."""
-    length: jax.Array
-    """int32[batch]: positions seen."""
-    recent: jax.Array
-    """int32[batch, history]."""
-    cache: list[tuple[Rows, Rows]]
-    """Keys and values of each layer, [batch, kv_heads, capacity, head_dim]."""
-
-
-class ApartDecode:
-    """The decode program of a decoder without a stack; ``decode`` has the formats of weights and cache."""
-
-    def __init__(self, decode: Decode) -> None:
-        self.decode = decode
-        self._layers: list[Layer] = []
-        params, model_state = decode.steps.network.shapes
-        self.abstract_weights: ServingWeights = jax.eval_shape(self.weights, params, model_state)
-
-    def weights(self, params: Any, model_state: Any) -> ServingWeights:
-        """Weights of training as this program takes them."""
-        return self._split(self.decode.weights(params), model_state)
-
-    def _split(self, params: Any, model_state: Any) -> ServingWeights:
-        module = self.decode.steps.network.module(params, model_state, train=False)
-        assert isinstance(module, DecoderModule)
-        self._layers, states = layers_of(module)
-        every = {**params, **model_state}
-        ends = {path: array for path, array in every.items() if not path.startswith(BLOCKS)}
-        return ServingWeights(ends, states)
-
-    def placed_weights(self) -> ServingWeights:
-        """Abstract weights with their shardings and formats."""
-        decode = self.decode
-        where = self._split(decode.placement, dict(decode.steps.shardings.model_state))
-        return jax.tree.map(_placed, self.abstract_weights, where, is_leaf=_is_quantized)
-
-    def placed_state(self, size: int, capacity: int) -> ApartState:
-        """Abstract state of ``size`` sequences."""
-        begun = self.decode.abstract_state(size, capacity)
-
-        def own(rows: Rows) -> Rows:
-            return jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(
-                    a.shape[1:], a.dtype, sharding=one_of(a.sharding, 0)
-                ),
-                rows,
-            )
-
-        cache = begun.cache
-        layers = [(own(cache.key), own(cache.value)) for _ in self._layers]
-        return ApartState(begun.token, begun.key, cache.length, cache.recent, layers)
-
-    def step(self, weights: ServingWeights, state: ApartState) -> ApartState:
-        """The state after one more token of each sequence."""
-        network, decode = self.decode.steps.network, self.decode
-        params: Any = {name: weights.ends.get(name) for name in network.params}
-        rest: Any = {name: weights.ends.get(name) for name in network.model_state}
-        module: Any = network.module(params, rest, train=False)
-        positions, cache = state.length[:, None], []
-        x = module.embed(state.token[:, None], positions, state.recent)
-        add = partial(_added, decode.steps.target, state.length)
-        for layer, own, rows in zip(self._layers, weights.layers, state.cache, strict=True):
-            block: Any = nnx.merge(layer.graph, own)
-            attended, new = block.attend_next(x, positions, rows, layer.window)
-            cache.append((add(rows[0], new[0]), add(rows[1], new[1])))
-            x, _ = block.merge(x, attended)
-        logits = module.logits(module.normed(x))[:, 0]
-        key, use = jax.random.split(state.key)
-        recent = jnp.concatenate([state.recent, state.token[:, None]], axis=1)
-        return ApartState(
-            pick(logits, use, decode.sampling),
-            key,
-            state.length + 1,
-            recent[:, recent.shape[1] - state.recent.shape[1] :],
-            cache,
-        )
-
-
-def _added(target: Any, length: jax.Array, rows: Rows, new: jax.Array) -> Rows:
-    """A layer's rows with a new one, [batch, 1, kv_heads, head_dim]."""
-    stacked = jax.tree.map(lambda a: a[None], rows)
-    places = length % rows.shape[2]
-    return jax.tree.map(lambda a: a[0], appended_rows(target, stacked, places, new[:, 0][None]))
-
-
-def _is_quantized(part: Any) -> bool:
-    return isinstance(part, Quantized)
-
-
-def _placed(array: Any, where: Any) -> Any:
-    if isinstance(array, Quantized):
-        return Quantized(
-            codes=_placed(array.codes, where.codes), scales=_placed(array.scales, where.scales)
-        )
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)

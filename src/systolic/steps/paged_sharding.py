@@ -24,12 +24,12 @@ from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError
 from systolic.job import Job, Layout
-from systolic.models.adapters import INPUTS
+from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
 from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
-from systolic.models.quantized.placement import CODES, SCALES, plain_path
+from systolic.models.quantized.placement import plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.step_functions import StepFunctions

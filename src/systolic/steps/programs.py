@@ -7,12 +7,11 @@ from typing import Any
 import jax
 
 from systolic.core.shutdown import start_native
-from systolic.data.device_batches import DeviceBatches, share_of
-from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare
+from systolic.data.batches import Blocks, DeviceBatches, FirstExamples, ProcessShare, share_of
 from systolic.job import Job, Layout, Read, Sampling, Split
 from systolic.job.data import MASK, Batches
 from systolic.steps.decode import Decode
-from systolic.steps.paged import ApartDecode, PagedSteps, StepInput, StepShape
+from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.step_functions import StepFunctions
 
 POLL_SECONDS = 0.1
@@ -59,13 +58,6 @@ def jit_decode(decode: Decode, size: int) -> Any:
         out_shardings=(_places(decode, size), None),
         compiler_options=decode.steps.target.compiler_options,
     )
-
-
-def jit_apart(apart: ApartDecode, size: int, capacity: int) -> Any:
-    """The step of a static batch, jitted: (weights, state) -> state; the state is donated."""
-    places = jax.tree.map(lambda array: array.sharding, apart.placed_state(size, capacity))
-    options = apart.decode.steps.target.compiler_options
-    return jax.jit(apart.step, donate_argnums=1, out_shardings=places, compiler_options=options)
 
 
 def jit_paged(paged: PagedSteps, shape: StepShape) -> Any:

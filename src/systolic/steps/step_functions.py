@@ -30,12 +30,26 @@ from systolic.job import (
 from systolic.job.data import MASK
 from systolic.job.model import Mean, check_terms
 from systolic.models.adapters import A
-from systolic.steps import bf16_state, flops
+from systolic.steps import jaxpr
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.refusals import refusing_shapes
-from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
-from systolic.steps.state import GuardState, LossScale, TrainState, UpdateRates
-from systolic.steps.target import MeshTarget
+from systolic.steps.state import (
+    GuardState,
+    LossScale,
+    TrainState,
+    UpdateRates,
+    cast,
+    narrowed,
+    salted,
+    widened,
+)
+from systolic.steps.target import (
+    MeshTarget,
+    batch_specs,
+    check_fields,
+    optimizer_specs,
+    parameter_spec,
+)
 
 STACKED = ("layers", "experts", "stages")
 """Logical dims that stack copies of a matrix."""
@@ -350,10 +364,10 @@ class StepFunctions:
         return self._products.forward / self.batch_size if known is None else known
 
     @cached_property
-    def _products(self) -> flops.Products:
+    def _products(self) -> jaxpr.Products:
         """FLOPs of the batch, of a model that does not state them."""
         state = self.abstract_state
-        return flops.products(
+        return jaxpr.products(
             lambda p, r, b: self.sums(p, r, b, train=False)[0],
             state.params,
             state.model_state,
@@ -380,13 +394,13 @@ class StepFunctions:
         """The state before the first step, of these weights and variables."""
         dtypes = self.job.dtypes
         # A model may keep weights in bf16; optimizer state and average are float32 by default.
-        optimizer = self.optimizer.init(bf16_state.widened(params))
-        params = bf16_state.cast(params, dtypes.parameters.dtype)
+        optimizer = self.optimizer.init(widened(params))
+        params = cast(params, dtypes.parameters.dtype)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=model_state,
-            optimizer=bf16_state.cast(optimizer, dtypes.moments.dtype),
+            optimizer=cast(optimizer, dtypes.moments.dtype),
             ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
             guard=GuardState.start(),
@@ -414,7 +428,7 @@ class StepFunctions:
             ema = jax.tree.map(
                 lambda old, new: old * decay + new * (1 - decay),
                 state.ema,
-                bf16_state.widened(params),
+                widened(params),
             )
 
         loss = sums["loss"].total / weight
@@ -454,11 +468,11 @@ class StepFunctions:
 
     def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
         """Update of each weight (f32), and the optimizer's next state."""
-        wide: Any = bf16_state.widened(state.optimizer)
+        wide: Any = widened(state.optimizer)
         assert state.rates is not None
         rule = self._rule(state.rates)
-        updated: Any = rule.update(gradients, wide, bf16_state.widened(state.params))
-        return updated[0], bf16_state.narrowed(updated[1], state.optimizer, _salt(state, 0))
+        updated: Any = rule.update(gradients, wide, widened(state.params))
+        return updated[0], narrowed(updated[1], state.optimizer, _salt(state, 0))
 
     def learning_rate(self, state: TrainState) -> jax.Array:
         """f32[]: the learning rate of the next update."""
@@ -477,8 +491,8 @@ class StepFunctions:
             # Weights that the model itself keeps in bf16 are rounded to nearest, as in other frameworks.
             moved: Any = optax.apply_updates(state.params, updates)
             return moved
-        wide: Any = optax.apply_updates(bf16_state.widened(state.params), updates)
-        return bf16_state.narrowed(wide, state.params, _salt(state, 1))
+        wide: Any = optax.apply_updates(widened(state.params), updates)
+        return narrowed(wide, state.params, _salt(state, 1))
 
     def evaluate(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, Mean]:
         """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
@@ -611,7 +625,7 @@ class StepFunctions:
 
 def _salt(state: TrainState, use: int) -> jax.Array:
     """Salt of a step's stochastic rounding; it depends on the step alone, so that a resumed run repeats it."""
-    return bf16_state.salted(use, state.step)
+    return salted(use, state.step)
 
 
 def wide_copy(params: Arrays) -> Arrays:

@@ -1,15 +1,119 @@
-"""Target of a program: a mesh of real or described devices, with its sharding rules."""
+"""Target of a program: a mesh of real or described devices, with its sharding rules, and the shardings of parameters, optimizer state and batches."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from systolic.chips.flags import compile_options
-from systolic.job import Job, Layout, Residual, WeightFormat
-from systolic.steps.mesh import make_mesh
+from systolic.core.errors import LayoutError
+from systolic.job import Field, Job, Layout, Placement, Residual, WeightFormat
+from systolic.job.data import MASK
+
+
+def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
+    """The six named axes of a definite layout over ``devices``.
+
+    Within a slice the axes follow the torus; across slices (devices that differ in ``slice_index``)
+    the axis ``layout.slices`` is the one that crosses the data-centre network.
+
+    Raises:
+        LayoutError: the slices don't divide that axis.
+    """
+    names, sizes = tuple(layout.mesh_shape), list(layout.mesh_shape.values())
+    layout.check_slices(num_slices := slices_of(devices))
+    outer = [num_slices if name == layout.slices.value else 1 for name in names]
+    grid = place(sizes, outer, devices, layout.placement)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def slices_of(devices: Sequence[Any]) -> int:
+    """Number of TPU slices that devices are in; 1 on other platforms."""
+    return max(len({slice_of(device) for device in devices if device.platform == "tpu"}), 1)
+
+
+def place(
+    sizes: Sequence[int],
+    outer: Sequence[int],
+    devices: Sequence[Any],
+    placement: Placement = Placement.lines,
+) -> np.ndarray:
+    """Devices by mesh axes [*sizes].
+
+    Args:
+        sizes: Sizes of the axes; their product is the number of devices.
+        outer: Number of slices that each axis crosses.
+        devices: Devices of one platform.
+        placement: Placement of the axes on the torus of a TPU slice.
+    """
+    if devices[0].platform != "tpu" or len(devices) == 1:
+        return np.array(list(devices)[: math.prod(sizes)]).reshape(sizes)
+    inner = [size // ways for size, ways in zip(sizes, outer, strict=True)]
+    if placement is Placement.blocks:
+        slices = sorted({slice_of(device) for device in devices})
+        parts = [
+            blocks(inner, [d for d in devices if slice_of(d) == slice_number])
+            for slice_number in slices
+        ]
+        crossing = max(range(len(outer)), key=lambda axis: outer[axis])
+        return np.concatenate(parts, axis=crossing)
+    if math.prod(outer) > 1:
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, allow_split_physical_axes=True
+        )
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices of one slice by mesh axes [*shape], each axis a compact block of the torus.
+
+    The innermost axis is placed first: the devices of one chip, then factor by factor along whichever
+    torus axis has most chips left, so that 4 ways are 2 x 2 chips rather than 4 in a row.
+    """
+    places = [(*device.coords, device.core_on_chip) for device in devices]
+    torus = np.empty([max(axis) + 1 for axis in zip(*places, strict=True)], dtype=object)
+    for place, device in zip(places, devices, strict=True):
+        torus[place] = device
+    left, core = list(torus.shape), torus.ndim - 1
+    factors: list[list[tuple[int, int]]] = [[] for _ in left]
+    """Factors of each torus axis, nearest neighbours first: (ways, mesh axis)."""
+    for axis in reversed(range(len(shape))):
+        for ways in _primes(shape[axis]):
+            possible = [n for n in range(len(left)) if left[n] % ways == 0]
+            along = core if core in possible else max(possible, key=lambda n: left[n])
+            left[along] //= ways
+            factors[along].append((ways, axis))
+    ordered = [factor for along in factors for factor in reversed(along)]
+    split = torus.reshape([ways for ways, _ in ordered])
+    by_axis = sorted(range(len(ordered)), key=lambda n: ordered[n][1])
+    return split.transpose(by_axis).reshape(shape)
+
+
+def _primes(number: int) -> list[int]:
+    """Prime factors, largest first."""
+    primes, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            primes.append(divisor)
+            number //= divisor
+        divisor += 1
+    return primes[::-1]
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of the slice that a device is in; 0 where there is one slice."""
+    # Devices of one-slice platforms lack the attribute; those of a described topology have it
+    # unlisted in dir(), so it can only be tried.
+    try:
+        return device.slice_index or 0
+    except AttributeError:
+        return 0
+
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -146,3 +250,115 @@ class MeshTarget:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """``spec`` on this mesh."""
         return NamedSharding(self.mesh, spec)
+
+
+SMALL = 2**14
+"""Elements below which a parameter without logical axes is replicated."""
+
+
+def parameter_spec(
+    target: MeshTarget, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
+) -> PartitionSpec:
+    """Partition of a parameter by its logical axes, else of its largest dim over fsdp where that divides."""
+    if axes is not None:
+        return target.fit(shape, axes)
+    if len(shape) < 2 or _size(shape) < SMALL:
+        return PartitionSpec()
+    largest = max(range(len(shape)), key=lambda dim: shape[dim])
+    return target.fit(
+        shape, tuple("embed" if dim == largest else None for dim in range(len(shape)))
+    )
+
+
+def optimizer_specs(
+    optimizer: Any, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, PartitionSpec]
+) -> Any:
+    """Optimizer state sharded like the parameter each leaf belongs to.
+
+    Args:
+        optimizer: The optimizer's state (arrays or shapes); leaves of a parameter have its name in their path.
+        shapes: Name to shape of each parameter.
+        specs: Name to partition of each parameter.
+
+    Returns:
+        The same tree of PartitionSpec. A leaf with some of the parameter's dims (a factored moment)
+        keeps their partition; any other leaf is replicated.
+    """
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for key in reversed(path):
+            if isinstance(key, jax.tree_util.DictKey) and key.key in specs:
+                return _project(leaf.shape, shapes[key.key], specs[key.key])
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, optimizer)
+
+
+def batch_specs(target: MeshTarget, fields: Mapping[str, Field]) -> dict[str, PartitionSpec]:
+    """Partition of each array of a batch."""
+    specs = {
+        name: target.spec("batch", *(field.axes or (None,) * len(field.shape)))
+        for name, field in fields.items()
+    }
+    return {**specs, MASK: target.spec("batch")}
+
+
+def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
+    """Checks that the mesh divides the dims of an example that it splits.
+
+    Raises:
+        LayoutError: an axis or the loss chunks do not divide a dim, or the examples have no sequence.
+    """
+    _check_chunks(target, fields)
+    for each in fields.values():
+        for size, name in zip(each.shape, each.axes, strict=False):
+            for axis in target.axes(name):
+                if size % target.mesh.shape[axis]:
+                    raise LayoutError(
+                        f"layout.{axis} {target.mesh.shape[axis]} does not divide the {name} of {size}; use a divisor of {size}, or change the {name}"
+                    )
+
+
+def _check_chunks(target: MeshTarget, fields: Mapping[str, Field]) -> None:
+    chunks, pieces = target.layout.loss_chunks, target.layout.context
+    if chunks == 1:
+        return
+    lengths = {
+        size
+        for field in fields.values()
+        for size, name in zip(field.shape, field.axes, strict=False)
+        if name == "sequence"
+    }
+    if not lengths:
+        raise LayoutError(
+            f"layout.loss-chunks is {chunks} but the examples have no sequence; leave it at 1"
+        )
+    for size in sorted(lengths):
+        if size % (chunks * pieces):
+            shards = f" x layout.context {pieces}" if pieces > 1 else ""
+            raise LayoutError(
+                f"layout.loss-chunks {chunks}{shards} does not divide the sequence of {size}; use a divisor of {size // math.gcd(size, pieces)}, or change the sequence"
+            )
+
+
+def _project(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+    """Partition of an array whose dims are a subsequence of a parameter's."""
+    parts = list(spec) + [None] * (len(whole) - len(spec))
+    if shape == whole:
+        return PartitionSpec(*parts)
+    kept, dim = [], 0
+    for size in shape:
+        while dim < len(whole) and whole[dim] != size:
+            dim += 1
+        if dim == len(whole):
+            return PartitionSpec()
+        kept.append(parts[dim])
+        dim += 1
+    return PartitionSpec(*kept)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size

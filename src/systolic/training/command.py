@@ -39,12 +39,12 @@ USAGE = """usage: systolic train RECIPE [options]
        systolic train --replay RUN/bad/step-N.npz [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
---plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags; with
---candidate 2 those of the second in its ranking.
---resume continues from the newest intact checkpoint; options that are given replace the run's own, and
-the changes are listed; another model, data or seed is refused.
+--plan uses the answer of systolic plan: slice, layout, batch, precision, steps and compiler flags. --candidate 2
+uses the second of its ranking.
+--resume continues from the newest intact checkpoint. Options replace the run's own, and the changes are listed;
+another model, data or seed is refused.
 --replay computes the train step of a bad step's batch again and reports what is wrong with it.
-Both execute the run's recipe.py, if it is yours; another user's only with --trust.
+Both execute the run's recipe.py if it is yours, and another user's only with --trust.
 systolic train RECIPE --help shows the recipe's options."""
 
 
@@ -79,26 +79,26 @@ def train(  # noqa: PLR0913  the options of systolic train
         job: A Job, or a recipe: its name or ``path/to/file.py:function``.
         on: The slice that the local devices are expected to be.
         run: The run's directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; by default runs/NAME-TIME.
-        continue_: Continue the run of --run where it has begun, from its newest checkpoint; start it otherwise. For machines that start the same command again.
-        plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
-        candidate: Which of the plan's candidates, by rank.
-        init_from: Begin with the weights of this run (its best checkpoint) or of RUN/checkpoints/STEP; the optimizer starts afresh.
-        executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
+        continue_: Continue the run of --run from its newest checkpoint if it exists; otherwise start it. For machines that rerun the same command.
+        plan: File of systolic plan: train its best candidate with the planned options, and compare the forecast with the measurement.
+        candidate: Rank of the plan's candidate.
+        init_from: Start from the weights of this run (its best checkpoint) or of RUN/checkpoints/STEP, with a new optimizer state.
+        executable: Use the compiled train step of systolic forecast --save instead of compiling it.
         flags: Compiler flags on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as often as 1 % of the time allows.
-        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile; at the end their ops are set beside the forecast of the program.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile; at the end their ops are compared with the program's forecast.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
-        for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
-        coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
-        processes: How many processes train together, with --coordinator.
-        process: Number of this one, from 0.
+        for_devices: Number of devices that layout and batch are meant for; on fewer, each step has the same batch in more passes.
+        coordinator: HOST:PORT of the first of several processes, if Cloud TPU, GKE, Slurm or MPI does not provide it.
+        processes: Number of processes that train together, with --coordinator.
+        process: Index of this process, from 0.
         watchers: See each record as it is written to ``metrics.jsonl``.
-        options: Of the recipe; of a Job ``steps`` and ``layout``.
+        options: Options of the recipe; of a Job ``steps`` and ``layout``.
 
     Raises:
         OptionError: an option is unknown, out of its range, or contradicts the plan.
-        RunError: the devices are others than ``on`` or the plan say, or the loss went bad under the
+        RunError: the devices differ from ``on`` or the plan, or the loss is not finite or jumps under the
             guard's rule ``stop``.
         LayoutError: an axis does not divide the devices, the batch or the model.
         DataError: the data is empty or damaged.
@@ -154,7 +154,7 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
     reader: Annotated[Reader | None, PYTHON] = None,
     **options: Any,
 ) -> "TrainResult":
-    """Continues a run, exactly as if it had not ended; options of its recipe may follow, in place of its own.
+    """Continues a run exactly as if it had not ended; options of its recipe replace the run's own.
 
     Args:
         path: The run's directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.
@@ -162,18 +162,18 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
         flags: Compiler flags in place of those that the run was started with; none for XLA's defaults.
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as the run was started.
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
         reader: Makes the recipe's options, where they are not given by name.
-        options: Of the recipe, in place of the run's own; of a Job ``steps`` and ``layout``.
+        options: Options of the recipe, in place of the run's own; of a Job ``steps`` and ``layout``.
 
     Returns:
-        ``trained`` is False where the run was finished before.
+        ``trained`` is False if the run was already finished.
 
     Raises:
-        NotFoundError: it is no run.
+        NotFoundError: the path is no run.
         OptionError: an option that a run keeps has changed, or the run has more steps than the job.
-        DataError: its data has changed.
-        TrustError: its recipe is another user's.
+        DataError: the run's data has changed.
+        TrustError: the run's recipe is another user's.
     """
     from systolic.recipes import expanded
     from systolic.training import distributed
@@ -219,8 +219,8 @@ def rehearse(
     Args:
         job: A recipe: its name or ``path/to/file.py:function``.
         on: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
-        executable: Refused: it is for the local devices.
-        options: Of the recipe.
+        executable: Refused, since it is for the local devices.
+        options: Options of the recipe.
 
     Raises:
         NotFoundError: there is no such slice.
@@ -287,8 +287,7 @@ def _again(
         OptionError: the run began with another recipe, plan or start.
     """
     from systolic.recipes import expanded
-    from systolic.training.resume_checks import check_begun
-    from systolic.training.resuming import continue_run, opened
+    from systolic.training.resuming import check_begun, continue_run, opened
 
     settings = replace(settings, flags=settings.flags or None)
     with opened(run) as before:

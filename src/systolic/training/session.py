@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.files import cache_home
 from systolic.core.machine import bounded
 from systolic.core.notebook import frame
 from systolic.core.reporter import reporter, working
-from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs import run as run_files
@@ -111,16 +111,17 @@ def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
     from systolic.setup import Expected
 
-    if chosen is None or not chosen.forecast or problem(chosen):
+    if chosen is None or problem(chosen):
         return None
     forecast = chosen.forecast
-    assert forecast["step_seconds"] is not None
+    if forecast.step_seconds is None:
+        return None
     return Expected(
         slice=chosen.slice,
-        step_seconds=forecast["step_seconds"],
-        low=forecast["step_seconds_low"],
-        high=forecast["step_seconds_high"],
-        mfu=forecast["mfu"],
+        step_seconds=forecast.step_seconds,
+        low=forecast.step_seconds_low,
+        high=forecast.step_seconds_high,
+        mfu=forecast.mfu,
     )
 
 
@@ -322,7 +323,7 @@ def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewe
     if options.for_devices is None:
         return None
     from systolic.steps.machine import LocalDevices
-    from systolic.steps.mesh import slices_of
+    from systolic.steps.target import slices_of
 
     devices = LocalDevices.here().devices
     fewer = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
@@ -471,7 +472,7 @@ class ReplayedStep:
     path: Path
     """The batch's file."""
     report: Mapping[str, Any]
-    """Result of :func:`systolic.training.replay.replay`."""
+    """Result of :func:`systolic.training.diagnosis.replay`."""
 
 
 def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
@@ -489,7 +490,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         record = read_record(directory)
         flags = kept_flags(record, record.plan)
         from systolic.setup import set_up
-        from systolic.training.replay import replay as again
+        from systolic.training.diagnosis import replay as again
 
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):

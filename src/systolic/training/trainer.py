@@ -7,24 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from systolic.compiling.executable import Loaded
-from systolic.core.errors import RunError
-from systolic.data.host_shard import first_reader
+from systolic.core.errors import RunError, SystolicError
+from systolic.data.batches import first_reader
 from systolic.data.input_files import FILES
+from systolic.data.text.chat import Messages
 from systolic.data.text.instructions import Instructions
-from systolic.job import GuardRule, Mode, Split
+from systolic.inference.generation import Generator
+from systolic.job import GuardRule, Job, Mode, Sampling, Split
 from systolic.runs import Run
 from systolic.runs.checkpoint import Restored
+from systolic.runs.remote.store import origin
 from systolic.runs.weights import plain_parameters
 from systolic.setup import Setup, computed_in
 from systolic.steps.programs import training
+from systolic.steps.step_functions import StepFunctions
 from systolic.training import distributed
 from systolic.training.checkpointing import Checkpointer, TrainingProgress
+from systolic.training.diagnosis import Probe
 from systolic.training.distributed.consistency import (
     SameBatches,
     require_same_data,
@@ -34,12 +40,94 @@ from systolic.training.distributed.heartbeat import Heartbeat
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Meter, Spent
-from systolic.training.outcome import next_command, said, sample, sample_prompt, summarise
-from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
 from systolic.training.session import SessionOptions
 from systolic.training.watch import Watcher
+
+SAMPLE_TOKENS = 200
+LONGEST_QUESTION = 60
+"""Characters of a question that the next command asks."""
+
+
+def summarise(
+    *,
+    setup: Setup,
+    run: Path,
+    progress: TrainingProgress,
+    metrics: dict[str, float],
+    meter: Meter,
+    ledger: Ledger,
+    checkpoint: str | None,
+) -> dict[str, Any]:
+    """Figures of a session under their published names.
+
+    ``time`` adds up to ``seconds``, the wall time since the command started; ``goodput`` is the
+    share of it in which steps were computed; throughput counts the loop without compiles,
+    evaluations and saves. ``forecast`` has the step time of the plan's forecast and the measured
+    one; it is empty for a run without a plan.
+    """
+    throughput, mfu = meter.overall()
+    expected = setup.expected
+    time = ledger.close()
+    seconds = sum(time.values())
+    return {
+        "run": str(run),
+        "steps": progress.step,
+        "final": {"loss": progress.last.get("loss"), "metrics": metrics},
+        f"{setup.unit}_per_second": throughput,
+        "mfu": mfu,
+        "goodput": time["step"] / max(seconds, 1e-9),
+        "forecast": {} if expected is None else expected.against(meter.step_seconds()),
+        "checkpoint": checkpoint,
+        "seconds": seconds,
+        "time": time,
+        "bad_steps": progress.bad_steps,
+    }
+
+
+def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
+    """Command to type after this session."""
+    folder = origin(run)
+    where = shlex.quote(str(run) if folder is None else folder.url)
+    if unfinished:
+        return f"systolic train --resume {where}"
+    if isinstance(job.data, Instructions):
+        return f"systolic generate {where} --chat {shlex.quote(_question(job.data))}"
+    if job.sample is not None:
+        prompt = f" {shlex.quote(job.sample)}" if job.sample else ""
+        return f"systolic generate {where}{prompt}"
+    return f"systolic eval {where}"
+
+
+def _question(data: Instructions) -> str:
+    """A short question of the held-out conversations, to ask the model; an ellipsis where there is none."""
+    try:
+        question = said(data.question() or "")
+    except SystolicError:  # the data was moved meanwhile
+        question = ""
+    short = len(question) <= LONGEST_QUESTION and "\n" not in question
+    return question if question and short else "…"
+
+
+def sample_prompt(job: Job) -> str | Messages | None:
+    """Prompt of a job's samples: ``job.sample``, for conversations as a message, and the first held-out conversation in place of an empty one; ``None`` for no sample."""
+    if job.sample is None or not isinstance(job.data, Instructions):
+        return job.sample
+    return [{"role": "user", "content": job.sample}] if job.sample else job.data.question()
+
+
+def said(prompt: str | Messages) -> str:
+    """A prompt as text: of messages the last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+
+
+def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str | Messages) -> str:
+    """Text that a language model generates after ``prompt``; its likeliest answer to messages."""
+    sampling = Sampling() if isinstance(prompt, str) else Sampling(temperature=0.0)
+    generator = Generator(steps, params, model_state, sampling)
+    return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed))
+
 
 LAG = 3
 """Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""

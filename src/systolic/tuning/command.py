@@ -121,12 +121,12 @@ def tune(  # noqa: PLR0913  the options of systolic tune
         quick: Forecast from the compiler's schedule: memory is exact, the time of ops estimated.
         budget: Upper bound in dollars on the forecast cost of all trials' steps on --on; start-up, evaluations, checkpoints and --repeats are not included.
         price: Which price of the catalogue: on-demand, spot or committed.
-        options: Of the recipe, for every trial.
+        options: Options of the recipe, for every trial.
 
     Raises:
-        OptionError: an option is unknown, out of its range or without effect, or the study is another search's.
+        OptionError: an option is unknown, out of its range or without effect, or the study belongs to another search.
         NotFoundError: there is no such recipe.
-        TakenError: the folder has files and is no study.
+        TakenError: the folder has other files.
         RunError: several trials in a row had no result, or the storage can't be reached.
         MissingExtraError: Optuna is not installed.
     """

@@ -26,15 +26,13 @@ from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
 from systolic.runs.run import JOB, job_fields
-from systolic.training.resume_checks import flat
+from systolic.training.resuming import flat
 from systolic.tuning import objective, sampling
-from systolic.tuning.folder import check_free
-from systolic.tuning.importance import importance
-from systolic.tuning.objective import Aim
+from systolic.tuning.objective import Aim, importance
 from systolic.tuning.results import Edge, StudyResult, edge, rows_of
 from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.search import Searched, parse, reader
-from systolic.tuning.study import SharedStudy, StudyAddress, address
+from systolic.tuning.study import SharedStudy, StudyAddress, address, check_free
 
 WARMUP = "schedule.warmup"
 STUDIES = Path("studies")
@@ -338,7 +336,7 @@ class Tuning:
 
         Raises:
             OptionError: there is no evaluation to prune by, or more than one objective; or another option is wrong.
-            TakenError: the folder has files and is no study.
+            TakenError: the folder has other files.
         """
         rule, job = self.job.evaluation, self.job
         evaluates = 0 < rule.every < job.steps

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from systolic.job import Checkpoints, Evaluation, Job, Mode, Optimizer
-from systolic.models.vision.cnn.config import CNN
-from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.config import CNN, Pixels
 from systolic.recipes.digits import digits
 
 NETWORK = CNN(channels=(4,), pixels=Pixels(size=8, channels=1, mean=(0.305,), std=(0.376,)))

@@ -8,8 +8,7 @@ import pytest
 import soundfile
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.audio.recordings import Recordings, Writing, read_manifest
-from systolic.data.audio.sound import log_mel, read_sound
+from systolic.data.audio import Recordings, Writing, log_mel, read_manifest, read_sound
 from systolic.data.input_files import FILES
 from systolic.job import Read, Split
 from systolic.job.data import MASK, OnError

@@ -9,7 +9,7 @@ import soundfile
 import transformers
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.audio.sound import cut, log_mel, num_samples, read_sound
+from systolic.data.audio import cut, log_mel, num_samples, read_sound
 from tests.speech import needs_recordings, recording
 
 

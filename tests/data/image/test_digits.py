@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError
-from systolic.data.image import digits
-from systolic.data.image.digits import Digits
+from systolic.data.image import sets
+from systolic.data.image.sets import Digits
 from systolic.job import Read, Split
 
 
@@ -115,7 +115,7 @@ def test_files_that_are_no_pictures_are_refused(tmp_path: Path) -> None:
 
 def test_without_scikit_learn_the_machine_lacks_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line is right: exit code 1, as for every package that is missing."""
-    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(sets.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match="pip install scikit-learn") as error:
-        digits._file()
+        sets._file()
     assert error.value.exit_code == 1

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.image.idx import DEBIAN, Idx, read_idx
-from systolic.data.image.small_images import SmallImages
+from systolic.data.image.sets import DEBIAN, Idx, read_idx
+from systolic.data.image.tables import SmallImages
 from systolic.data.random_access import Picks
 from systolic.job import Read, Split
 

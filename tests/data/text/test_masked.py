@@ -7,8 +7,7 @@ import pytest
 import tokenizers
 
 from systolic.core.errors import OptionError
-from systolic.data.text.bytes import StandardLibrary
-from systolic.data.text.documents import Documents
+from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.masked import Masked
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Layout, Read, Split

@@ -21,7 +21,7 @@ import transformers
 from transformers.utils import chat_template_utils
 
 from systolic.core.errors import DataError, SystolicError
-from systolic.data.text import templating
+from systolic.data.text import messages as environment
 from systolic.data.text.chat import DATE, ChatTemplate, find_template
 from systolic.data.text.conversations import Line, closing, read, tokenized
 from systolic.data.text.messages import is_learned, takes_of
@@ -100,7 +100,7 @@ def same_day() -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template_utils, "datetime", Day)
-        patch.setattr(templating, "datetime", Day)
+        patch.setattr(environment, "datetime", Day)
         yield
 
 

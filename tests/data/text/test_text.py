@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.data.text.bytes import StandardLibrary
-from systolic.data.text.documents import Documents
+from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.packed import fresh_folder, pack_text
-from systolic.data.text.packing import Packing
 from systolic.data.text.rows import cut, fit, lay
+from systolic.data.text.text_data import Packing
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Read, Split
 from tests.tiers import some

@@ -11,8 +11,8 @@ import pytest
 
 from systolic.core.errors import DataError
 from systolic.data.text.documents import Documents
-from systolic.data.text.packing import Packing
-from systolic.data.text.windows import Rounds, WindowBatches
+from systolic.data.text.rows import Rounds, WindowBatches
+from systolic.data.text.text_data import Packing
 from systolic.job import Read, Split
 
 FILES, LINES, SEQUENCE = 60, 100, 64

@@ -10,7 +10,7 @@ import msgspec
 from systolic.chips import slice
 from systolic.compiling import Compiled, Rejected
 from systolic.compiling.outcome import HLO, REPORT, Buffer, CompileReport
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.run import of_outcome

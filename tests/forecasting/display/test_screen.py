@@ -9,6 +9,7 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.forecasting import comparison
+from systolic.forecasting.comparison import ForecastChanges
 from systolic.forecasting.display import text
 from systolic.report import terminal
 from systolic.report.progress import ProgressLine
@@ -29,6 +30,13 @@ def test_json_survives_a_file(tmp_path: Path) -> None:
     assert comparison.read(path) == made
 
 
+def test_a_compile_is_recorded_alike_whether_or_not_the_program_fits() -> None:
+    fits, too_large = (forecast.to_json()["compiler"] for forecast in (fitting(), refused()))
+    assert fits == too_large
+    assert {"jax", "stages", "flags"} <= set(fits)
+    assert (fits["program"], fits["seconds"], fits["cached"]) == ("recorded", 0.5, True)
+
+
 @pytest.mark.parametrize(
     ("content", "kind"), [("", DataError), ("[1, 2]", OptionError), ('{"run": "x"}', OptionError)]
 )
@@ -44,7 +52,7 @@ def test_another_file_is_no_forecast(
 
 def test_a_forecast_does_not_differ_from_itself() -> None:
     made = fitting().to_json()
-    changes = comparison.compare(made, made)
+    changes = ForecastChanges.of(made, made).figures
     assert {change.group for change in changes} == {""}
     assert all(change.ratio == 0 for change in changes)
 
@@ -55,7 +63,7 @@ def test_what_changed() -> None:
     after["step_seconds"] = 9e-3
     after["time_by_resource"]["hbm"] = 0.0
     after["time_by_layer"]["unnamed fusion"] = 0.0
-    changes = {(c.group, c.name): c for c in comparison.compare(before, after)}
+    changes = {(c.group, c.name): c for c in ForecastChanges.of(before, after).figures}
     assert changes["", "step"].ratio == pytest.approx(-0.25)
     assert changes["time by resource", "hbm"].before == pytest.approx(3e-3)
     assert changes["time by layer", "unnamed fusion"].after == 0.0
@@ -63,7 +71,8 @@ def test_what_changed() -> None:
 
 
 def test_against_what_does_not_fit() -> None:
-    changes = {c.name: c for c in comparison.compare(small().to_json(), refused().to_json())}
+    figures = ForecastChanges.of(small().to_json(), refused().to_json()).figures
+    changes = {c.name: c for c in figures}
     assert changes["step"].after is None
     assert changes["peak memory"].after == (20 << 30) + (1 << 29)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from systolic.forecasting import Forecast
-from systolic.forecasting.comparison import compare
+from systolic.forecasting.comparison import ForecastChanges
 from systolic.forecasting.display import comparison, text
 from systolic.report import terminal
 from tests.forecasting.display import recorded
@@ -17,7 +17,8 @@ def screen(forecast: Forecast) -> str:
 def changes() -> str:
     """What changed from the recorded forecast to a small one."""
     sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
-    return "\n".join(comparison.lines(compare(*sides), "lm on v5e-4", "small on v5e-4")) + "\n"
+    figures = ForecastChanges.of(*sides).figures
+    return "\n".join(comparison.lines(figures, "lm on v5e-4", "small on v5e-4")) + "\n"
 
 
 TEXTS: dict[str, Callable[[], str]] = {

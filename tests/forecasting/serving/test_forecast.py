@@ -4,7 +4,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.errors import OptionError
-from systolic.core.origin import Origin
+from systolic.core.units import Origin
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving.forecast import (
     Load,

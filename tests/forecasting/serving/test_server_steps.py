@@ -127,7 +127,7 @@ def test_the_choice_by_all_settings_needs_what_is_counted_for_it() -> None:
     import jax
     import jax.numpy as jnp
 
-    from systolic.steps.sampling import Cuts, Draw, choose_by_all
+    from systolic.steps.logits import Cuts, Draw, choose_by_all
 
     def some(dtype: Any, *size: int) -> Any:
         return jax.ShapeDtypeStruct(size, dtype)

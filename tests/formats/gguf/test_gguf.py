@@ -13,8 +13,8 @@ import transformers
 import systolic
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.data.text.chat import PLAIN, find_template
+from systolic.data.text.documents import Prompts
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.prompts import Prompts
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.formats.gguf import tokenizer as gguf_tokenizer
 from systolic.formats.hugging_face.reader import impossible

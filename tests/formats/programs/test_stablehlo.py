@@ -15,12 +15,11 @@ import pytest
 from systolic.cli.main import main
 from systolic.compiling.environment import QUIET
 from systolic.core.errors import OptionError, RunError
-from systolic.data.text.prompts import Prompts
-from systolic.formats.comparison import difference, joined
+from systolic.data.text.documents import Prompts
+from systolic.formats.comparison import difference, joined, outputs_of
 from systolic.formats.conversion import described, metadata, text_notes
 from systolic.formats.examples import example_inputs
 from systolic.formats.inference import exportable, run
-from systolic.formats.probe import outputs_of
 from systolic.formats.registry import ExportSettings
 from systolic.formats.stablehlo import export_stablehlo, serialized
 from systolic.formats.weights import structure_of

@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from systolic.data.arrays import Arrays
-from systolic.data.audio.recordings import Recordings, Writing
-from systolic.data.text.prompts import Prompts
-from systolic.data.text.sentences import Sentences
+from systolic.data.audio import Recordings, Writing
+from systolic.data.text.documents import Prompts
+from systolic.data.text.text_data import Sentences
 from systolic.formats.inference import ALONE, ExportableModel, exportable
 from systolic.job import Batch, Job, Model, Task
 from systolic.job.data import MASK
@@ -19,8 +19,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.recipes.digits import digits
 from systolic.runs.weights import Weights
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.tasks.embedding import Embedding
-from systolic.steps.tasks.transcription import Transcription
+from systolic.steps.tasks import Embedding, Transcription
 from tests.models import encoders, images, speech
 from tests.steps import tiny
 

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from systolic.core.errors import OptionError
 from systolic.job import Field
 from systolic.models.families import family
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.steps import flops
+from systolic.models.vision.config import MobileNetV2
+from systolic.steps import jaxpr
 from tests.models.foreign import converted, relative, returned, saved, structure
 from tests.tiers import some
 
@@ -168,7 +168,7 @@ def test_flops_of_the_configuration_are_those_of_the_program(case: str) -> None:
         return module(image)
 
     image = np.zeros((1, size, size, 3), np.uint8)
-    assert model.flops({}) == flops.count(forward, shape.params, shape.model_state, image)
+    assert model.flops({}) == jaxpr.count(forward, shape.params, shape.model_state, image)
 
 
 def test_sizes_of_mobilenet_are_the_published_ones() -> None:

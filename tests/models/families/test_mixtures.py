@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from systolic.core.errors import OptionError
 from systolic.models.decoder import moe
-from systolic.models.decoder.families.gpt_oss import unpacked
+from systolic.models.decoder.families.gpt import unpacked
 from systolic.models.decoder.moe import choose
 from systolic.models.families import CONFIG, family, read_config
 from tests.models.foreign import Held, continued, converted, relative, returned, structure

@@ -10,9 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from systolic.core.errors import OptionError
 from systolic.models.decoder.families.fields import rotary, rotary_fields
-from systolic.models.decoder.families.llama import decoder
+from systolic.models.decoder.families.llama import llama
 from systolic.models.decoder.layers import frequencies
-from systolic.models.decoder.rotary import RopeScaling, Rotary, Stretching
+from systolic.models.decoder.options import RopeScaling, Rotary, Stretching
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -79,13 +79,13 @@ def test_fields_are_written_back(form: str) -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=4, **deepcopy(FORMS[form])
     )
-    model = decoder(config.to_dict())
+    model = llama(config.to_dict())
     again = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=4,
         **rotary_fields(model),
     )
-    assert decoder(again.to_dict()) == model
+    assert llama(again.to_dict()) == model
     for name, value in config.rope_parameters.items():
         assert again.rope_parameters.get(name) == value or name == "type"
 

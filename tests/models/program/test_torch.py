@@ -15,7 +15,7 @@ from systolic.job import Batch, Job
 from systolic.models.program.config import Maker, TorchModule, made_by
 from systolic.models.program.function import PureFunction
 from systolic.models.program.torch_function import torch_function
-from systolic.steps.tasks.arrays import ArrayClassification
+from systolic.steps.tasks import ArrayClassification
 from tests.models.program import zoo
 
 RELATIVE = 1e-5

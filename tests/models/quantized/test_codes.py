@@ -13,6 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
 from systolic.models.linear import product
+from systolic.models.quantized.activations import w8a8
 from systolic.models.quantized.codes import (
     FEW_ROWS,
     NF4_VALUES,
@@ -23,7 +24,6 @@ from systolic.models.quantized.codes import (
     quantized_product,
     stored_bytes,
 )
-from systolic.models.quantized.w8a8 import w8a8
 from tests.models.drawing import normal
 from tests.tiers import some
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.quantized.activation_stats import Watched, watched_input
+from systolic.models.quantized.activations import Watched, watched_input
 from systolic.models.quantized.codes import NF4_VALUES, quantized
 from systolic.quantizing.rounder import DAMPING, compensated, inverse_factor, least_error
 from tests.models.drawing import normal

@@ -12,9 +12,17 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import factored_of
 from systolic.models.layers import convolve, convolve_on_cpu
-from systolic.models.quantized.activation_stats import Watched, watched_channels, watched_input
+from systolic.models.quantized.activations import (
+    LARGEST,
+    Watched,
+    factors_shape,
+    largest_shape,
+    w8a8,
+    w8a8_product,
+    watched_channels,
+    watched_input,
+)
 from systolic.models.quantized.codes import Quantized
-from systolic.models.quantized.w8a8 import LARGEST, factors_shape, largest_shape, w8a8, w8a8_product
 from tests.models.drawing import normal
 
 W8A8 = MatrixFormat(format=WeightFormat.w8a8)

@@ -22,8 +22,8 @@ from systolic.planning.goal import Goal, Objective
 from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.planning.space import RefusalRule
-from systolic.report.charts import COLOURS
 from systolic.report.figures import Tone
+from systolic.report.pages import COLOURS
 from systolic.report.terminal import plain
 from tests.planning.fabricated import GOAL, candidate, plan, tried
 from tests.recorded import hlo

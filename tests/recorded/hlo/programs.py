@@ -20,7 +20,7 @@ from systolic.chips import slice
 from systolic.cli.parse import parse
 from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
 from systolic.compiling import compile as compile_program
-from systolic.core.store import Store
+from systolic.core.files import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import HERE, record
 

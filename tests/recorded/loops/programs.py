@@ -14,7 +14,7 @@ from jax import lax
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler
 from systolic.compiling import compile as compile_program
-from systolic.core.store import Store
+from systolic.core.files import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import clean
 from tests.recorded.loops import FILE, texts

@@ -18,8 +18,8 @@ from systolic.serving.batch.buckets import BatchOptions, InputLimits
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.batch.intake import Intake
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.compiles import CompileFacts
+from systolic.serving.request import ANY, BYTES, ArraySpec, ModelKind
 
 
 class Numbers(Intake):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.serving.batch.request import ANY, ArraySpec
-from systolic.serving.batch.tensors import _check_numbers
+from systolic.serving.batch.intake import _check_numbers
+from systolic.serving.request import ANY, ArraySpec
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -12,12 +12,12 @@ import soundfile
 from PIL import Image
 
 from systolic.core.errors import DataError, OptionError
-from systolic.data.audio.sound import read_sound
+from systolic.data.audio import read_sound
 from systolic.data.image.pictures import Preparation, check_picture
 from systolic.formats.hugging_face.preprocessor import OutsidePictures
 from systolic.serving.batch.buckets import InputLimits
-from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
-from systolic.serving.errors import RefusedError
+from systolic.serving.batch.intake import ImageIntake, SpeechIntake, TextIntake
+from systolic.serving.request import RefusedError
 
 DATA = OutsidePictures(preparation=Preparation(side=8, shorter=9), classes=("a", "b"))
 LIMITS = InputLimits(pixels=10_000, bytes=50_000, seconds=2.0, examples=4)

@@ -15,10 +15,10 @@ from systolic.core.errors import DataError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic
 from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.errors import ExpiredError, RefusedError
 from systolic.serving.http.metrics import BatchLoadMetrics, BatchMetrics, Metrics
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import ServedBatch
+from systolic.serving.request import ExpiredError, RefusedError
 from tests.serving.batch.stub import Told, Twice, model, numbers
 
 WAIT = 10

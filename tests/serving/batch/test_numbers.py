@@ -21,7 +21,7 @@ from systolic.inference.predictor import Predictor
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BatchOptions, InputLimits, Shapes
 from systolic.serving.batch.model import DynamicBatches, batch_model, intake_of
-from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
+from systolic.serving.request import ANY, BYTES, ArraySpec, ModelKind
 from tests.formats import test_sentences, test_speech
 from tests.models import images
 from tests.models.program import zoo
@@ -172,7 +172,7 @@ def test_recordings_have_the_texts_of_predict(folder: Path) -> None:
     for index, future in enumerate(each):
         assert future.result(60)["text"][0].decode() == expected[index % 2]
     # A wave in place of a file; 0.3 s at 16 kHz.
-    from systolic.data.audio.sound import read_sound
+    from systolic.data.audio import read_sound
 
     wave = of.submit({"audio": read_sound(files[0])[None]}).result(60)
     assert wave["text"][0].decode() == expected[0]

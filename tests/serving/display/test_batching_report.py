@@ -3,7 +3,7 @@
 import io
 
 from systolic.serving.display.batch import line, summary
-from systolic.serving.display.log import OpeningLog
+from systolic.serving.http.telemetry import OpeningLog
 from systolic.serving.offline.files import BatchProgress
 
 

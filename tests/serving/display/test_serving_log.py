@@ -5,7 +5,6 @@ import io
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import Shapes, choose
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.display.log import ConsoleLog
 from systolic.serving.http.metrics import (
     BatchLoadMetrics,
     BatchMetrics,
@@ -13,6 +12,7 @@ from systolic.serving.http.metrics import (
     TextLoadMetrics,
     TextMetrics,
 )
+from systolic.serving.http.telemetry import ConsoleLog
 from systolic.serving.text.buckets import Buckets, TextTraffic
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
-from systolic.serving.errors import RefusedError
+from systolic.serving.request import BYTES, ArraySpec, ModelKind, RefusedError
 from systolic.serving.text.request import Finish, Logprob, TextOutput, TextRequest
 from systolic.serving.text.sequence import EngineLoad, EngineWatcher, StepFacts
 

@@ -14,13 +14,13 @@ import httpx
 
 from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.keys import HttpLimits, Keys
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.process import Address, Process
 from systolic.serving.http.state import ServerState
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import ModelLoad, ModelRegistry, Served, ServedBatch, ServedText
+from systolic.serving.request import ModelKind
 from tests.serving.http.echo import EchoEngine, ToyModel
 
 CHAT = (

@@ -11,10 +11,10 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from systolic.core.errors import NotFoundError
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.inference import DTYPES, datatype, named, to_bytes, to_json
 from systolic.serving.http.protocol import ProblemError
 from systolic.serving.registry import ReloadPlan
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import Running, pending, running, toy_model
 
 X = np.array([[1, 2], [3, 4.5]], np.float32)

@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.keys import HttpLimits, Keys, TokenBucket, duration, new_key
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import Running, echo_model, running, toy_model, wait
 
 ASKED = {"model": "echo", "prompt": "hello", "max_tokens": 5}

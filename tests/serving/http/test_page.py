@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from systolic.serving.batch.request import ModelKind
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import Running, echo_model, running, toy_model
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -13,8 +13,8 @@ import pytest
 import tritonclient.http
 
 from systolic.core.errors import DataError
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.registry import ModelLoad, ReloadPlan, Served
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import Running, echo_model, pending, running, toy_model, wait
 
 

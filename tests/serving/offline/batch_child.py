@@ -4,9 +4,9 @@ import sys
 
 from systolic.cli.main import main
 from systolic.core.shutdown import remember_interrupts
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.offline import batch as batching
 from systolic.serving.offline.batch import Answerer
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import echo_model, toy_model
 
 

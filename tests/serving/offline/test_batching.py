@@ -20,8 +20,7 @@ from systolic.core.errors import OptionError
 from systolic.inference.model import open_model
 from systolic.serving.offline import batch as batching
 from systolic.serving.offline.batch import answerer_of
-from systolic.serving.offline.files import digest_of
-from systolic.serving.offline.lines import LineProblem, problem_line, result_id
+from systolic.serving.offline.files import LineProblem, digest_of, problem_line, result_id
 from systolic.serving.server import ServeSettings, targets
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder

@@ -13,11 +13,17 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
-from systolic.serving.batch.request import ModelKind
-from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
-from systolic.serving.offline.lines import answer_line, answered_line, result_id
-from systolic.serving.offline.run import BatchRun
+from systolic.serving.offline.batch import BatchRun
+from systolic.serving.offline.files import (
+    BatchInput,
+    BatchOutput,
+    BatchProgress,
+    answer_line,
+    answered_line,
+    result_id,
+)
 from systolic.serving.registry import Served
+from systolic.serving.request import ModelKind
 from tests.serving.http.running import Running, echo_model, toy_model
 
 CHAT: Any = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}

@@ -23,11 +23,10 @@ from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replicas import ReplicaPlacement, Replicas
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 from systolic.serving.text.sequence import EngineLoad, StepFacts
-from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, ServingLayout
 from systolic.steps.step_functions import StepFunctions
-from systolic.steps.target import MeshTarget
+from systolic.steps.target import MeshTarget, make_mesh
 from tests import weights
 from tests.cli.tiny import job
 

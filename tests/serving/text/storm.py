@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from systolic.serving.errors import RefusedError
+from systolic.serving.request import RefusedError
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.request import Finish, SamplingParams, Stream, TextOutput, TextRequest
 from systolic.serving.text.sequence import EngineLoad, Sequence, StepFacts

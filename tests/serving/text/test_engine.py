@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from systolic.job import ServedCache
-from systolic.serving.errors import RefusedError
+from systolic.serving.request import RefusedError
 from systolic.serving.text.request import Finish, SamplingParams, TextRequest
 from tests.serving.text.engine import SIZES, SMALL, Small, shared
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from systolic.serving.errors import RefusedError
+from systolic.serving.request import RefusedError
 from systolic.serving.text.replicas import Replicas
 from systolic.serving.text.request import TextRequest
 

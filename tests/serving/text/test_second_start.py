@@ -10,7 +10,7 @@ import pytest
 
 from systolic.compiling import program_store
 from systolic.compiling.program_store import EXECUTABLE, FINGERPRINT, EntryState, ProgramStore
-from systolic.core.store import SUMS
+from systolic.core.files import SUMS
 from systolic.serving.text.opening import plan_engine
 from tests.serving.text.engine import Small
 from tests.serving.text.second_start import MODEL, SIZES

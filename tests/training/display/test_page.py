@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from systolic.core.errors import RunError
-from systolic.report import charts
+from systolic.report import pages
 from systolic.report.pages import columns, is_even
 from systolic.runs.record import load_run
-from systolic.training.display import curves
-from systolic.training.display.page import MAX_EVENTS, render, tiles, write_report
+from systolic.training.display.page import (
+    MAX_EVENTS,
+    MAX_TERMS,
+    TABLE_ROWS,
+    render,
+    tiles,
+    write_report,
+)
 from systolic.training.ledger import Spent
 from tests.training.display.fabricate_run import (
     JOB,
@@ -113,20 +119,20 @@ def test_every_chart_has_a_curve_inside_its_frame(whole: tuple[str, Page]) -> No
         for path in paths:
             places = re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", path)
             assert places
-            assert all(-1 <= float(x) <= charts.WIDTH + 1 for x, _ in places)
+            assert all(-1 <= float(x) <= pages.WIDTH + 1 for x, _ in places)
 
 
 def test_thousands_of_records_are_thinned_and_that_is_said(whole: tuple[str, Page]) -> None:
     text, page = whole
     assert "3,000 records, thinned: the lowest and highest of every 10 are drawn." in page.text
     raw = re.findall(r'<path class="raw" d="([^"]+)"', text)
-    assert max(path.count("L") + path.count("M") for path in raw) <= 3 * charts.BUCKETS
+    assert max(path.count("L") + path.count("M") for path in raw) <= 3 * pages.BUCKETS
     records_json = re.search(r'id="records">(.*?)</script>', text)
     assert records_json is not None
     hover = json.loads(records_json[1])
-    assert len(hover["x"]) == curves.TABLE_ROWS
+    assert len(hover["x"]) == TABLE_ROWS
     assert (hover["x"][0], hover["x"][-1]) == (1, 3000)
-    assert {len(column) for column in hover["columns"].values()} == {curves.TABLE_ROWS}
+    assert {len(column) for column in hover["columns"].values()} == {TABLE_ROWS}
 
 
 def test_losses_that_are_not_numbers_are_marked_and_counted(whole: tuple[str, Page]) -> None:
@@ -225,7 +231,7 @@ def test_a_task_with_many_terms(tmp_path: Path) -> None:
     extra = {f"part_{i}": 0.5 for i in range(12)}
     lines = [line | extra if line["kind"] == "train" else line for line in records(600)]
     text, page = page_of(tmp_path, lines)
-    assert text.count('data-key="term-') == curves.MAX_TERMS
+    assert text.count('data-key="term-') == MAX_TERMS
     assert "Without a chart, in metrics.jsonl only: part_7, part_8" in page.text
     assert len(text.encode()) < 300_000
 
@@ -255,12 +261,12 @@ def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, labels: list[str]) -> None:
-    assert [label for _, label in charts.linear_axis(low, high).ticks] == labels
+    assert [label for _, label in pages.linear_axis(low, high).ticks] == labels
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.3, 1.35), (1.3, 6), (0.001, 1e5), (1e-12, 1.0)])
 def test_a_log_axis_has_a_few_ticks_inside(low: float, high: float) -> None:
-    axis = charts.log_axis(low, high)
+    axis = pages.log_axis(low, high)
     assert 2 <= len(axis.ticks) <= 9
     assert all(0 <= axis.place(value) <= 1 for value, _ in axis.ticks)
 
@@ -269,8 +275,8 @@ def test_thinning_keeps_the_extremes_and_the_gaps() -> None:
     points = [(float(i), math.sin(i / 50)) for i in range(5000)]
     points[1234] = (1234.0, 9.0)
     points[4000] = (4000.0, math.nan)
-    thinned = charts.thin(points)
-    assert len(thinned) <= 2 * charts.BUCKETS + 1
+    thinned = pages.thin(points)
+    assert len(thinned) <= 2 * pages.BUCKETS + 1
     assert (1234.0, 9.0) in thinned
     assert sum(math.isnan(y) for _, y in thinned) == 1
     assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)
@@ -278,7 +284,7 @@ def test_thinning_keeps_the_extremes_and_the_gaps() -> None:
 
 def test_smoothing_passes_over_a_spike() -> None:
     points = [(float(i), 100.0 if i == 500 else 1.0) for i in range(1000)]
-    assert {y for _, y in charts.smooth(points)} == {1.0}
+    assert {y for _, y in pages.smooth(points)} == {1.0}
 
 
 @pytest.mark.parametrize("trouble", [{}, {"bad_steps": 0}, {"bad_steps": 0, "recompiles": 0}])
@@ -298,15 +304,15 @@ def test_columns_of_key_figures() -> None:
 
 def test_one_spike_among_few_values_does_not_flatten_them() -> None:
     steady = [10.0 + 0.1 * number for number in range(12)]
-    low, high, above = charts.span_of([*steady, 4000.0])
+    low, high, above = pages.span_of([*steady, 4000.0])
     assert (low, above) == (10.0, 1)
     assert high < 12
-    assert charts.span_of(steady) == (10.0, pytest.approx(11.1), 0)
-    assert charts.span_of([8.0, 5.0, 4.0, 3.4, 3.1, 3.0, 2.9, 2.8]) == (2.8, 8.0, 0), "a loss falls"
+    assert pages.span_of(steady) == (10.0, pytest.approx(11.1), 0)
+    assert pages.span_of([8.0, 5.0, 4.0, 3.4, 3.1, 3.0, 2.9, 2.8]) == (2.8, 8.0, 0), "a loss falls"
 
 
 def test_the_parts_of_the_time_have_colours_of_their_own(whole: tuple[str, Page]) -> None:
-    hues = {one.value: charts.TIMES[one.value] for one in Spent}
+    hues = {one.value: pages.TIMES[one.value] for one in Spent}
     assert len(set(hues.values())) == len(hues)
     for kind, hue in hues.items():
         assert re.search(rf"\.{hue} \{{ --tone: var\(--{hue}\)", whole[0]), kind

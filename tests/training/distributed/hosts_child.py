@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from systolic.data.arrays import Arrays
-from systolic.data.host_shard import first_reader
+from systolic.data.batches import first_reader
 from systolic.job import Job, Layout, Read, Split
 from systolic.setup import Setup, first_state, set_up
 from systolic.steps.machine import LocalDevices

@@ -19,7 +19,7 @@ from systolic.data.arrays import Arrays
 from systolic.data.input_files import Skipped
 from systolic.data.text.documents import Documents
 from systolic.data.text.instructions import Instructions
-from systolic.data.text.packing import Packing
+from systolic.data.text.text_data import Packing
 from systolic.job import Data, Layout, Read, Split
 from systolic.setup import set_up
 from systolic.steps.programs import training

@@ -11,14 +11,13 @@ import pytest
 from rich.console import Console
 
 from systolic.job import Mode
-from systolic.tuning.display.page import ranked, render
-from systolic.tuning.display.plots import history, slices
+from systolic.tuning.answer import Repeated
+from systolic.tuning.display.page import history, ranked, render, slices
 from systolic.tuning.display.progress import StudyDisplay, drawing, line, times
-from systolic.tuning.display.text import lines
+from systolic.tuning.display.view import lines
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
-from systolic.tuning.seeds import Repeated
 
 RIGHT = (178, 160, 177, 177, 178, 176)
 """Correct ones of 179 examples by trial, from a search over the recipe digits."""

@@ -57,9 +57,9 @@ def _told(comparison: Comparison) -> list[str]:
 def _add_recorded(add: Callable[[str, Cell], None], sides: tuple[ComparedModel, ...]) -> None:
     def values(side: ComparedModel) -> dict[tuple[str, str], float | None]:
         return {
-            (evaluation["on"], name): value
+            (evaluation.on, name): value
             for evaluation in side.recorded
-            for name, value in evaluation["metrics"].items()
+            for name, value in evaluation.metrics.items()
         }
 
     for split, metric in _names(values(side) for side in sides):

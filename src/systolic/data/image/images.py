@@ -187,7 +187,7 @@ class Images(Data):
         import importlib.util
 
         from systolic.core.errors import MissingExtraError
-        from systolic.data.image.decoding import Crops, Decoded, PackedPictures, PictureFiles
+        from systolic.data.image.tables import Crops, Decoded, PackedPictures, PictureFiles
         from systolic.data.random_access import open_table
 
         if importlib.util.find_spec("PIL") is None:
@@ -213,7 +213,7 @@ class Images(Data):
     def load(self, path: Path) -> dict[str, Any]:
         """A picture or a .npy array as image uint8[side, side, channels], cropped as in evaluation."""
         from systolic.data.image.pictures import EVALUATION_SHARE
-        from systolic.data.image.small_images import read_picture
+        from systolic.data.image.tables import read_picture
 
         if self.preparation is not None and path.suffix != ".npy":
             if not path.is_file():
@@ -246,7 +246,7 @@ def listing(path: Path, held_out: float, split: Split, classes: tuple[str, ...] 
         NotFoundError: no such folder.
         DataError: no class in it, or a split with a class that training lacks.
     """
-    from systolic.data.image.small_images import hold_out
+    from systolic.data.image.tables import hold_out
 
     root, own = _layout(path)
     classes = classes or _classes(root)

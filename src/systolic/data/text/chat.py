@@ -1,6 +1,6 @@
 """Chat templates of published tokenizers: messages to the text that the model was trained on.
 
-The template is a program of whoever made the model, see :mod:`systolic.data.text.templating`; what it sees of the
+The template is a program of whoever made the model, see :mod:`systolic.data.text.messages`; what it sees of the
 messages is in :mod:`systolic.data.text.messages`. Serving and training have their texts from here.
 """
 
@@ -17,17 +17,20 @@ import jinja2.meta
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text.messages import (
     ANSWERS,
+    CLOSE,
     ONE,
+    OPEN,
     TOKENS,
     Messages,
     arguments_of,
+    check,
+    environment,
     is_learned,
     prepared,
+    rendered,
     text_of,
 )
-from systolic.data.text.templating import CLOSE, OPEN, check, environment, rendered
-from systolic.data.text.tokenizer import Tokenizer
-from systolic.data.text.tokenizer_config import CONFIG, read_fields, token_config, token_text
+from systolic.data.text.tokenizer import CONFIG, Tokenizer, read_fields, token_config, token_text
 
 TEMPLATE = "chat_template.jinja"
 """File of a template, which goes before the one in tokenizer_config.json."""

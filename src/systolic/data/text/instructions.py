@@ -149,7 +149,7 @@ class Instructions(TextData):
     def at(self, path: Path) -> TextData:
         """See :class:`Data`; the template and the rows are the same. Text without turns is read as such, and rows that lack the columns of the training by the usual names."""
         from systolic.data.text.conversations import are_conversations, are_documents
-        from systolic.data.text.prompts import Passages
+        from systolic.data.text.documents import Passages
 
         if are_documents(path, self.reading):
             return Passages(

@@ -21,8 +21,7 @@ from systolic.core.files import cure
 from systolic.data.text.corpus import record_source
 from systolic.data.text.documents import Documents
 from systolic.data.text.rows import TokenRecords
-from systolic.data.text.tokenizer import Tokenizer
-from systolic.data.text.tokenizer_config import ADDED, CONFIG, TOKENS_MAP
+from systolic.data.text.tokenizer import ADDED, CONFIG, TOKENS_MAP, Tokenizer
 from systolic.job.data import Split
 
 MANIFEST = "dataset.json"

@@ -10,8 +10,7 @@ import numpy as np
 from systolic.core.errors import DataError, extra
 from systolic.data.text.documents import Documents
 from systolic.data.text.packed import find_packed, fresh_folder
-from systolic.data.text.tokenizer import Tokenizer
-from systolic.data.text.tokenizer_config import CONFIG
+from systolic.data.text.tokenizer import CONFIG, Tokenizer
 from systolic.job import Split
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from systolic.profile.ceilings import MATRIX, MEMORY, VECTOR_MEMORY
 from systolic.profile.ops import Activity
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
 from systolic.profile.trace import DeviceOp, HostEvent, Interval, missing, union
-from systolic.report import charts, figures
-from systolic.report.charts import COLOURS, BarPart
+from systolic.report import figures, pages
 from systolic.report.figures import Tone, Verdict
-from systolic.report.pages import Tile, fill
+from systolic.report.pages import COLOURS, BarPart, Tile, fill
 from systolic.sim.timeline import Resource
 
 MOST_ROWS = 1000
@@ -125,7 +124,7 @@ def hue_of(name: str, shown: Sequence[str]) -> str:
     """Class of a kind's colour."""
     if name == "idle":
         return "free"
-    return charts.hue(shown.index(name) if name in shown else COLOURS)
+    return pages.hue(shown.index(name) if name in shown else COLOURS)
 
 
 def _sum(rows: Sequence[OpRow]) -> float:

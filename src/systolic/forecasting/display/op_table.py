@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from systolic.core.units import duration
-from systolic.forecasting.comparison import ForecastChanges, changed_ops, name_of
+from systolic.forecasting.comparison import ForecastChanges, changed_ops
 from systolic.forecasting.display.comparison import figure_texts
 from systolic.forecasting.display.comparison import lines as figure_lines
 from systolic.forecasting.display.text import MAX_WIDTH
@@ -51,16 +51,16 @@ def show_changes(changes: ForecastChanges, *, json: bool = False) -> int:
         json: Print one JSON object on stdout.
     """
     if json:
-        print_json({**changes.after, **changes.to_json()})
+        print_json({**changes.record, **changes.to_json()})
     else:
         print_changes(changes)
-    return 0 if changes.after["fits"] else 1
+    return 0 if changes.after.fits else 1
 
 
 def print_changes(changes: ForecastChanges) -> None:
     """The figures and ops that changed since the earlier forecast."""
     columns = min(shutil.get_terminal_size((80, 24)).columns, MAX_WIDTH)
-    texts = figure_lines(changes.figures, changes.name, name_of(changes.after))
+    texts = figure_lines(changes.figures, changes.before.name, changes.after.name)
     if changes.ops:
         texts += lines(changes.ops, changes.step_seconds, columns)
     for note in changes.notes:
@@ -126,7 +126,7 @@ def for_page(against: ForecastChanges) -> Against:
     rows = against.ops
     changed = changed_ops(rows, against.step_seconds)
     return Against(
-        name=against.name,
+        name=against.before.name,
         figures=[figure_texts(change) for change in against.figures],
         summary=summary(rows, changed) if rows else "",
         ops=[

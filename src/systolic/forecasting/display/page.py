@@ -24,9 +24,18 @@ from systolic.forecasting.costs import (
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.op_table import for_page
 from systolic.forecasting.memory import LiveBuffer
-from systolic.report import charts, figures
-from systolic.report.charts import COLOURS, BarPart, Dot, Plot, PlotAxis, PlotLine, TreemapTile
-from systolic.report.pages import Tile, fill
+from systolic.report import figures, pages
+from systolic.report.pages import (
+    COLOURS,
+    BarPart,
+    Dot,
+    Plot,
+    PlotAxis,
+    PlotLine,
+    Tile,
+    TreemapTile,
+    fill,
+)
 from systolic.sim.timeline import Resource, Span, Timeline
 
 PLACES = 14
@@ -183,7 +192,7 @@ def time(forecast: Forecast) -> list[BarPart]:
     words = readings.words(forecast)
     return [
         BarPart(
-            hue=charts.RESOURCES[part.key],
+            hue=pages.RESOURCES[part.key],
             name=words[part.key],
             share=part.share,
             share_text=figures.percent(part.share),
@@ -239,7 +248,7 @@ def _what(buffer: LiveBuffer) -> str:
 
 
 def _memory_hue(kind: str) -> str:
-    return charts.MEMORY.get(kind, charts.hue(COLOURS))
+    return pages.MEMORY.get(kind, pages.hue(COLOURS))
 
 
 def _tiles(forecast: Forecast) -> list[TreemapTile]:
@@ -257,7 +266,7 @@ def _tiles(forecast: Forecast) -> list[TreemapTile]:
     if code := forecast.memory.by_kind.get("program"):
         entries.append((code, "program", "the program itself", ""))
     entries.sort(key=lambda entry: -entry[0])
-    boxes = charts.treemap([float(size) for size, *_ in entries], MAP_ASPECT)
+    boxes = pages.treemap([float(size) for size, *_ in entries], MAP_ASPECT)
     return [
         TreemapTile(
             box=box,
@@ -295,12 +304,12 @@ def rows(forecast: Forecast, costs: Sequence[OpCost], colours: Mapping[str, int]
     return [
         CostRow(
             name=cost.name,
-            hue=charts.hue(colours.get(cost.name, colours.get(cost.place, COLOURS))),
+            hue=pages.hue(colours.get(cost.name, colours.get(cost.place, COLOURS))),
             share=cost.seconds / step,
             time=duration(cost.seconds),
             runs=f"{cost.runs:,}",
             resource=cost.resource.value,
-            resource_hue=charts.RESOURCES[cost.resource.value],
+            resource_hue=pages.RESOURCES[cost.resource.value],
             rate=_rate(cost, peak),
             source=cost.source,
             short_source="" if cost.short_source == cost.name else cost.short_source,
@@ -368,17 +377,17 @@ def roofline(forecast: Forecast, colours: Mapping[str, int] | None = None) -> Ro
     across = [cost.flops / cost.bytes for cost in shown]
     up = [max(cost.flops / cost.seconds, LOWEST * peak) for cost in shown]
     x = _decades(min(*across, ridge / 10), max(*across, ridge * 10))
-    y = charts.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
+    y = pages.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
     edge = min(x.high, max(ridge, x.low))
-    roof = charts.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
+    roof = pages.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
     dots = [
-        charts.dot(
+        pages.dot(
             x,
             y,
             a,
             b,
             _text(cost, a, b, cost.seconds / timeline.seconds),
-            hue=charts.hue((colours or {}).get(cost.place, COLOURS)),
+            hue=pages.hue((colours or {}).get(cost.place, COLOURS)),
             size=round(6 + 40 * math.sqrt(min(cost.seconds / timeline.seconds, 0.25)), 1),
         )
         for cost, a, b in zip(shown, across, up, strict=True)
@@ -402,7 +411,7 @@ def roofline(forecast: Forecast, colours: Mapping[str, int] | None = None) -> Ro
 
 def _decades(low: float, high: float) -> PlotAxis:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    return charts.log_axis(10.0**first, 10.0**last)
+    return pages.log_axis(10.0**first, 10.0**last)
 
 
 def _text(cost: OpCost, across: float, up: float, share: float) -> str:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from systolic.chips.flags import described
-from systolic.core.origin import Origin
-from systolic.core.units import duration, gibibytes, si
+from systolic.core.units import Origin, duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
 from systolic.forecasting.forecast import TimeBound

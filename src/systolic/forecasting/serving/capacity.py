@@ -10,9 +10,8 @@ from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
 from systolic.core.errors import OptionError
-from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
-from systolic.core.units import gibibytes, plural
+from systolic.core.units import Origin, gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told_of_step, told_of_steps
 from systolic.forecasting.cost import ForecastCompile, bill_of

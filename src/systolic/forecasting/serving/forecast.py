@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
-from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
-from systolic.core.units import duration
+from systolic.core.units import Origin, duration
 from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.job.serving_memory import ServingMemory
 from systolic.sim.calibration import Calibration, factors_json

@@ -22,7 +22,7 @@ from systolic.formats.gguf.header import GgufPlace, read_parts
 from systolic.formats.gguf.tokenizer import token_id
 from systolic.formats.source import TransformersSource
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.models.decoder.options import RopeScaling, Stretching
 from systolic.models.families import family
 
 LAYERS_27B = {"gemma2": 46, "gemma3": 62}

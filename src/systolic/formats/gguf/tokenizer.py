@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, OptionError, extra, misspelt
-from systolic.core.files import digest, write_atomically
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home, digest, write_atomically
 from systolic.data.text.chat import find_template
 from systolic.data.text.tokenizer import Tokenizer as Known
-from systolic.data.text.tokenizer_config import token_config, token_text
+from systolic.data.text.tokenizer import token_config, token_text
+from systolic.formats.comparison import PASSAGE
 from systolic.formats.outline import ends_of
-from systolic.formats.probe import PASSAGE
 from systolic.models.families import GENERATION, Config
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, RunError, extra
-from systolic.formats.comparison import Parity, compare
+from systolic.formats.comparison import Parity, compare, probe_of
 from systolic.formats.export import (
     OF_DTYPES,
     ExportPayload,
@@ -34,12 +34,11 @@ from systolic.formats.gguf.reader import (
 )
 from systolic.formats.gguf.tokenizer import Words, words_of
 from systolic.formats.hugging_face.writer import Outgoing
-from systolic.formats.probe import probe_of
 from systolic.formats.registry import GGUF
 from systolic.formats.source import most_common, open_source
 from systolic.formats.weights import weight_progress
 from systolic.models.decoder.config import Decoder, Mlp
-from systolic.models.decoder.rotary import Stretching
+from systolic.models.decoder.options import Stretching
 from systolic.models.families import Config, family
 from systolic.runs.bundle.folder import BundleDraft, check_free, draft
 from systolic.runs.bundle.tensors import TensorSpec
@@ -486,7 +485,7 @@ def export_gguf(
 
     Raises:
         OptionError: no architecture of llama.cpp computes what the model does, or GGUF has no tokenizer of its kind.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         DataError: a weight is no number.
         RunError: the disk is full, or the logits of the file are others; nothing is left at ``out``.
     """

@@ -14,12 +14,18 @@ from systolic.formats.source import Source, dtypes_of
 from systolic.job import Batch, Data, Field, Job, Read, Split
 from systolic.job.data import Batches
 from systolic.models.families import read_config
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import HALF, IMAGENET_MEAN, IMAGENET_STD, Pixels, image_size
-from systolic.models.vision.resnet.config import ResNet
-from systolic.models.vision.rules import labels
-from systolic.models.vision.vit.config import ViT
-from systolic.steps.tasks.classification import Classification
+from systolic.models.vision.config import (
+    HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    MobileNetV2,
+    Pixels,
+    ResNet,
+    ViT,
+    image_size,
+)
+from systolic.models.vision.families import labels
+from systolic.steps.tasks import Classification
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

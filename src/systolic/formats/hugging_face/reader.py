@@ -24,16 +24,22 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError, RunError, SystolicError
 from systolic.core.files import refuse_pointer
 from systolic.core.machine import end_with
-from systolic.formats.comparison import EXACT, Parity, compare
+from systolic.formats.comparison import (
+    EXACT,
+    PASSAGE,
+    PROBES,
+    Parity,
+    ParityInputs,
+    compare,
+    probe_of,
+)
 from systolic.formats.jobs import job_of
-from systolic.formats.probe import PASSAGE, PROBES, ParityInputs, probe_of
 from systolic.formats.registry import GGUF, STATE_DICTS, is_ctranslate2
 from systolic.formats.source import COPIES, Source, TransformersSource, gguf_inside, open_source
-from systolic.models.config_fields import notes_of
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.families.fields import refuse_quantized
 from systolic.models.encoder.config import Encoder
-from systolic.models.families import CONFIG, family, read_config
+from systolic.models.families import CONFIG, family, notes_of, read_config
 from systolic.models.mapping import Conversion, Rule, Tensor, Tensors
 from systolic.runs.bundle.tensors import MappedTensor, read_header
 

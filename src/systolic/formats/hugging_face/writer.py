@@ -250,7 +250,7 @@ def export_folder(
 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the disk is full, or outputs differ.
     """
     del options

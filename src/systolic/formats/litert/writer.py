@@ -19,8 +19,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, called
 from systolic.core.units import si
-from systolic.data.text.sentences import Sentences
-from systolic.data.text.text_data import TextData
+from systolic.data.text.text_data import Sentences, TextData
 from systolic.formats.comparison import EXACT, ExportDifference, difference
 from systolic.formats.conversion import computed, loops, plain_platform, unrolled, with_labels
 from systolic.formats.examples import ExampleInputs, example_inputs, function_inputs
@@ -34,9 +33,8 @@ from systolic.job import Data, Job, Precision, Read, Split
 from systolic.job.data import MASK
 from systolic.runs import failure
 from systolic.runs.bundle.folder import check_free, write_file
-from systolic.steps.constant_folding import FoldedProgram
-from systolic.steps.tasks.arrays import ArrayClassification
-from systolic.steps.tasks.classification import Classification
+from systolic.steps.jaxpr import FoldedProgram
+from systolic.steps.tasks import ArrayClassification, Classification
 
 CALIBRATION_ROWS = 128
 """Most representative rows of a quantization."""
@@ -515,7 +513,7 @@ def export_litert(
     Raises:
         OptionError: an operation that LiteRT lacks, no representative data for int8, or a precision that the format lacks.
         DataError: the representative data can't be read.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: outputs in float32 differ from the source, the converter died, or the disk is full; nothing is left at ``out``.
     """
     check_litert(settings)

@@ -21,7 +21,7 @@ from systolic.formats.program.description import (
 )
 from systolic.models.program.function import Named, PureFunction, without_mask
 from systolic.runs.bundle.tensors import TensorSpec, write
-from systolic.steps import flops
+from systolic.steps import jaxpr
 
 Run = Callable[[Named], dict[str, np.ndarray]]
 """Outputs by name for inputs by name, as a framework computes them."""
@@ -374,7 +374,7 @@ def _described(
         parameters=sum(weight.size for weight in function.trained.values()),
         batch=batch,
         independent=examination.independent,
-        flops_per_example=flops.count(program, weights, example) / size,
+        flops_per_example=jaxpr.count(program, weights, example) / size,
     )
 
 

@@ -48,7 +48,7 @@ def export_saved_model(
         MissingExtraError: TensorFlow is not installed there.
         OptionError: an operation needs a size that is free, or there is no such Python.
         RunError: TensorFlow can't write it, outputs differ, or the disk is full; nothing is left at ``out``.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
     """
     check_tensorflow(settings)
     with draft(out) as folder, tempfile.TemporaryDirectory(prefix="systolic-") as scratch:

@@ -12,7 +12,7 @@ from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layers import MLP, added, bias, norm, rope
 from systolic.models.decoder.moe import Mixture
-from systolic.models.decoder.rotary import Rotary
+from systolic.models.decoder.options import Rotary
 from systolic.models.layers import STREAM, gathered, name, weight
 from systolic.models.linear import product
 

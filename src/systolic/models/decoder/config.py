@@ -21,13 +21,10 @@ from systolic.job import (
     Target,
 )
 from systolic.models.decoder import sizes
-from systolic.models.decoder.options import Latent, Mup, Router
-from systolic.models.decoder.rotary import RopeScaling, Rotary
+from systolic.models.decoder.options import Latent, Mup, RopeScaling, Rotary, Router
 
 if TYPE_CHECKING:
     from flax import nnx
-
-    pass
 
 
 VOCABULARY = ("embedding", "unembedding")

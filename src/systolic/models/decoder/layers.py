@@ -10,8 +10,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.attention import BalancedOrder
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
-from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE
-from systolic.models.decoder.rotary import Rotary, Stretching
+from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE, Rotary, Stretching
 from systolic.models.layers import STREAM, LayerNorm, gathered, name, weight
 from systolic.models.linear import product
 

@@ -68,7 +68,7 @@ class Quantized:
     scales: jax.Array
     """Array of the matrix's rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
     inputs: jax.Array | None = None
-    """Factors that the codes were multiplied with, of the same rank, where activations are divided by them and rounded too (:mod:`systolic.models.quantized.w8a8`)."""
+    """Factors that the codes were multiplied with, of the same rank, where activations are divided by them and rounded too (:mod:`systolic.models.quantized.activations`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,16 +11,10 @@ from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
-from systolic.models.adapters import (
-    CODES,
-    INPUTS,
-    SCALES,
-    STACKED,
-    Frozen,
-    factored_of,
-    inputs_of,
-)
+from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.models.adapters import STACKED, Frozen, factored_of, inputs_of
 from systolic.models.grouped import Layered
+from systolic.models.quantized.activations import factors_shape
 from systolic.models.quantized.codes import (
     SCALES_DTYPE,
     Quantized,
@@ -28,7 +22,6 @@ from systolic.models.quantized.codes import (
     members_apart,
     scales_shape,
 )
-from systolic.models.quantized.w8a8 import factors_shape
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 LEAST_GROUP = 16

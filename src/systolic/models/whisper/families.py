@@ -14,7 +14,7 @@ KNOWN = {
     "tie_word_embeddings": True,
 }
 """Fields with one known value."""
-SAME = (
+SIZE_PAIRS = (
     ("encoder_attention_heads", "decoder_attention_heads"),
     ("encoder_ffn_dim", "decoder_ffn_dim"),
 )
@@ -32,7 +32,7 @@ def whisper(config: Config) -> Whisper:
     for name, known in KNOWN.items():
         if config.get(name, known) != known:
             raise OptionError(f"{name} is {config[name]!r} and only {known!r} is known")
-    for size, other in SAME:
+    for size, other in SIZE_PAIRS:
         if config[size] != config[other]:
             raise OptionError(
                 f"{size} is {config[size]} and {other} {config[other]}; only equal ones are known"

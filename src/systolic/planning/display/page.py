@@ -9,8 +9,7 @@ from typing import Any
 from systolic.chips import Slice
 from systolic.compiling.outcome import read_report
 from systolic.core.errors import SystolicError
-from systolic.core.files import write_atomically
-from systolic.core.store import Store, cache_home
+from systolic.core.files import Store, cache_home, write_atomically
 from systolic.job import Axis, Layout
 from systolic.planning.display import readings
 from systolic.planning.display.progress import result
@@ -18,9 +17,19 @@ from systolic.planning.display.readings import RankingRow
 from systolic.planning.display.text import notes
 from systolic.planning.goal import HOUR, days
 from systolic.planning.plan import Plan, Trial
-from systolic.report import charts, figures
-from systolic.report.charts import COLOURS, Cell, LegendKey, Limit, Mesh, Plot, PlotAxis, PlotLine
-from systolic.report.pages import Tile, fill
+from systolic.report import figures, pages
+from systolic.report.pages import (
+    COLOURS,
+    Cell,
+    LegendKey,
+    Limit,
+    Mesh,
+    Plot,
+    PlotAxis,
+    PlotLine,
+    Tile,
+    fill,
+)
 from systolic.sim.network import default_places
 
 FEW = 4
@@ -157,7 +166,7 @@ def _drawing(
             title=f"Groups of the axis {axis.value} on the chips",
             width=round(across * x * cell + (across - 1) * PLANE_GAP * cell, 2),
             height=round(rows * step_y, 2),
-            cells=charts.separated(cells, cell) if small else charts.merged(cells),
+            cells=pages.separated(cells, cell) if small else pages.merged(cells),
             planes=names,
         ),
     )
@@ -354,13 +363,13 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
     front = {id(trial) for trial in plan.pareto}
     best = plan.best
     dots = [
-        charts.dot(
+        pages.dot(
             x,
             y,
             h / scale,
             c,
             f"{trial.candidate.name}\n{result(trial)}",
-            hue=charts.hue(colours[trial.candidate.on.name]),
+            hue=pages.hue(colours[trial.candidate.on.name]),
             css=_css(trial, best, front),
             label=trial.candidate.on.name if id(trial) in front else "",
         )
@@ -372,7 +381,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
     return Plot(
         x=x,
         y=y,
-        lines=[PlotLine(css="front", path=charts.path(joined, x, y) if len(joined) > 1 else "")],
+        lines=[PlotLine(css="front", path=pages.path(joined, x, y) if len(joined) > 1 else "")],
         dots=dots,
         limits=_limits(plan, x, y, scale),
         x_name=x_name,
@@ -397,7 +406,7 @@ def _legend(plan: Plan, colours: dict[str, int], drawn: Plot) -> list[LegendKey]
         if name in used:
             names.setdefault(number, []).append(name)
     keys = [
-        LegendKey(text=group[0] if len(group) == 1 else "others", hue=charts.hue(number))
+        LegendKey(text=group[0] if len(group) == 1 else "others", hue=pages.hue(number))
         for number, group in names.items()
     ]
     keys.append(LegendKey(text="the best", mark="ring"))
@@ -410,8 +419,8 @@ def _axis(values: Sequence[float]) -> PlotAxis:
     """Axis from zero, or logarithmic for a wide range of values."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE:
-        return charts.log_axis(low / LOG_PAD, high * LOG_PAD)
-    return charts.linear_axis(0.0, high * PAD, num_ticks=6)
+        return pages.log_axis(low / LOG_PAD, high * LOG_PAD)
+    return pages.linear_axis(0.0, high * PAD, num_ticks=6)
 
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:

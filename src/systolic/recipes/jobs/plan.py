@@ -11,7 +11,7 @@ from systolic import recipes
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.recipes import Recipe
-from systolic.runs.plan_choice import Chosen, SavedPlan, candidate
+from systolic.runs.plan_choice import Chosen, SavedPlan, StepTime, candidate
 
 
 class PlanLike(Protocol):
@@ -65,7 +65,7 @@ def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
         or (name == "batch" and any("batch" in option for option in changed))
     }
     kept = {name: value for name, value in chosen.settings.items() if name not in dropped}
-    forecast = {} if dropped else chosen.forecast
+    forecast = StepTime() if dropped else chosen.forecast
     steps = 0 if "steps" in changed else chosen.steps
     return replace(chosen, settings=kept, forecast=forecast, steps=steps)
 
@@ -108,7 +108,7 @@ def kept_choice(
         warn(
             f"the job is not the one that {chosen.path} forecast, so there is no forecast beside it"
         )
-        chosen = replace(chosen, forecast={})
+        chosen = replace(chosen, forecast=StepTime())
     return replace(chosen, steps=steps)
 
 

@@ -17,7 +17,7 @@ from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
-from systolic.runs import paths, trust
+from systolic.runs import access, paths
 from systolic.runs.job_record import JobRecord, check_revision, job_from_json, read_record
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
 
@@ -106,7 +106,7 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
 
     Raises:
         OptionError: a job is given and the run was made from a recipe.
-        TrustError: its recipe is not the user's own, see :mod:`systolic.runs.trust`.
+        TrustError: its recipe is not the user's own, see :mod:`systolic.runs.access`.
         RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
             weights mean something else in this version.
     """
@@ -145,7 +145,7 @@ def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:
         return recipe_of(paths.located(job, run.path, record.directory))
     code = run.code()
     if code:
-        trust.require(run.path, code, trust=trust_code)
+        access.require(run.path, code, trust=trust_code)
         return recipes.from_file(run.recipe, recipes.split(target)[1], target, run.modules)
     if not recipes.is_named(target):
         raise NotFoundError(

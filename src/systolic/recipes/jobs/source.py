@@ -17,7 +17,7 @@ from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options, under_plan
 from systolic.runs import paths
 from systolic.runs.job_record import JobRecord, RunFlags, types_of
-from systolic.runs.plan_choice import Chosen
+from systolic.runs.plan_choice import Chosen, StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def with_plan(
 
     Args:
         job: A Job, or a recipe.
-        options: Of the recipe; of a Job ``steps``.
+        options: Options of the recipe; of a Job ``steps``.
         chosen: The plan's candidate.
         warn: Called where the forecast is of another step than the one that is trained.
         planned_job: The Job that was planned, where it is known.
@@ -150,7 +150,7 @@ def with_plan(
             warn(
                 f"{chosen.path} does not say which Job it forecast, so there is no forecast beside it; give systolic.plan's own result"
             )
-            chosen = replace(chosen, forecast={})
+            chosen = replace(chosen, forecast=StepTime())
     kept = kept_choice(chosen, before, source.job, steps_given="steps" in options, warn=warn)
     return replace(source, chosen=kept)
 

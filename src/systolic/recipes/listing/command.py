@@ -79,7 +79,7 @@ def describe_recipe(
 
     Args:
         job: A recipe or a model by its name or file, or a Job.
-        options: Of the recipe that ``job`` names.
+        options: Options of the recipe that ``job`` names.
 
     Raises:
         NotFoundError: there is no such recipe.

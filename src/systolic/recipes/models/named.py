@@ -19,9 +19,8 @@ import msgspec
 from systolic.core.errors import DataError, OptionError
 from systolic.formats.program.model import ExportedProgram
 from systolic.job import Job, Layout, Model, Remat
-from systolic.models.config_fields import notes_of
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import CONFIG, Config, family, read_config
+from systolic.models.families import CONFIG, Config, family, notes_of, read_config
 from systolic.models.published import find_published, published
 from systolic.recipes.lm import BATCH, lm
 

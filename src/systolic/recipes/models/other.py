@@ -8,18 +8,16 @@ from typing import Annotated, Any
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, POSITIVE
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio import Recordings
 from systolic.formats.bundle import open_bundled
 from systolic.formats.jobs import job_of
 from systolic.job import Batch, Job, Layout, Model, Optimizer, Precision
 from systolic.models.encoder.config import Encoder
-from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.resnet.config import ResNet
-from systolic.models.vision.vit.config import ViT
+from systolic.models.vision.config import MobileNetV2, ResNet, ViT
 from systolic.models.whisper.config import Whisper
 from systolic.recipes.image import ImageModel, image
 from systolic.recipes.mlm import mlm
-from systolic.steps.tasks.transcription import Transcription
+from systolic.steps.tasks import Transcription
 
 ROW = 512
 """Tokens of an encoder's row, or fewer where it takes fewer."""

@@ -66,13 +66,13 @@ HASHED_BYTES = 1 << 22
 """Bytes that are hashed at a time."""
 
 MODELS = {
-    "CNN": "systolic.models.vision.cnn.config",
+    "CNN": "systolic.models.vision.config",
     "Decoder": "systolic.models.decoder.config",
     "Encoder": "systolic.models.encoder.config",
-    "MobileNetV2": "systolic.models.vision.mobilenet.config",
+    "MobileNetV2": "systolic.models.vision.config",
     "ExportedProgram": "systolic.formats.program.model",
-    "ResNet": "systolic.models.vision.resnet.config",
-    "ViT": "systolic.models.vision.vit.config",
+    "ResNet": "systolic.models.vision.config",
+    "ViT": "systolic.models.vision.config",
     "Whisper": "systolic.models.whisper.config",
 }
 """Types of models to their modules; a Bundle names one of them."""
@@ -465,7 +465,7 @@ def checked_bundle(folder: Path) -> Bundle:
 
     Raises:
         NotFoundError: the folder is no Bundle, or lacks a file.
-        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        DataError: a file was changed, truncated or added, is a link out of the folder, or a pickle.
         RunError: it was written by a newer version.
     """
     if not folder.is_dir():

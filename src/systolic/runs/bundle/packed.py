@@ -9,7 +9,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, OptionError
 from systolic.job import MatrixFormat, Quantization, WeightFormat
-from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.runs.bundle.tensors import MappedTensor
 
 PACKED = "uint8"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.core.store import cache_home
+from systolic.core.files import cache_home
 from systolic.core.units import MIB, si
 
 COPIES = "buckets"

@@ -14,7 +14,7 @@ from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.facts import AnswerFacts, Ended
-from systolic.serving.errors import RefusedError
+from systolic.serving.request import RefusedError
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

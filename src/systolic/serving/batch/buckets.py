@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
-from systolic.inference.rows import Bucket
-from systolic.serving.padding import fewest_padded, share_beyond
+from systolic.inference.rows import Bucket, fewest_padded, share_beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

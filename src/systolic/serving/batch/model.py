@@ -12,8 +12,8 @@ import numpy as np
 
 from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError
-from systolic.data.audio.recordings import Recordings
-from systolic.data.text.sentences import Sentences
+from systolic.data.audio import Recordings
+from systolic.data.text.text_data import Sentences
 from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.readers import Example, SpeechReader, TextReader
 from systolic.inference.rows import Bucket
@@ -29,12 +29,18 @@ from systolic.serving.batch.buckets import (
     choose,
 )
 from systolic.serving.batch.facts import BatchFacts, BatchWatcher, Ended
-from systolic.serving.batch.intake import Inputs, Intake, size_of
-from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
-from systolic.serving.batch.request import ArraySpec, ModelKind
-from systolic.serving.batch.tensors import ArrayIntake, used_inputs
+from systolic.serving.batch.intake import (
+    ArrayIntake,
+    ImageIntake,
+    Inputs,
+    Intake,
+    SpeechIntake,
+    TextIntake,
+    size_of,
+    used_inputs,
+)
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
-from systolic.serving.errors import ExpiredError
+from systolic.serving.request import ArraySpec, ExpiredError, ModelKind
 from systolic.steps.step_functions import StepFunctions
 
 
@@ -485,7 +491,7 @@ class DynamicBatches:
 
         ``Future.cancel`` drops a request that no batch holds yet; ``asyncio.wrap_future`` awaits it. The
         future fails with :class:`~systolic.core.errors.DataError` for an input that can't be read (a damaged
-        picture), with :class:`~systolic.serving.errors.ExpiredError` after the deadline, and with
+        picture), with :class:`~systolic.serving.request.ExpiredError` after the deadline, and with
         :class:`~systolic.core.errors.RunError` where the device or the worker failed.
 
         Args:

@@ -11,7 +11,7 @@ from systolic.report.output import StderrReporter, print_json
 from systolic.serving.command import Listening, NewKey, ServerEnd
 
 if TYPE_CHECKING:
-    from systolic.serving.display.log import OpeningLog
+    from systolic.serving.http.telemetry import OpeningLog
     from systolic.serving.offline.files import BatchProgress
     from systolic.serving.server import KeptPrograms
 
@@ -66,7 +66,7 @@ class BatchReporter(StderrReporter):
             super().begin(title)
             return
         from systolic.serving.display.batch import BatchDisplay
-        from systolic.serving.display.log import OpeningLog
+        from systolic.serving.http.telemetry import OpeningLog
 
         self._display = BatchDisplay(sys.stderr)
         self._open.append(self._closing(self._display))

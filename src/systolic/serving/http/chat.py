@@ -10,7 +10,17 @@ from starlette.responses import Response
 
 from systolic.core.errors import SystolicError
 from systolic.data.text.messages import REASONING, arguments_of, takes_of
-from systolic.serving.http.protocol import Count, TextFields, Top, bad, encode, read, refuse, room
+from systolic.serving.http.protocol import (
+    Count,
+    TextFields,
+    Top,
+    bad,
+    encode,
+    read,
+    refuse,
+    room,
+    vocabulary_of,
+)
 from systolic.serving.http.responses import (
     DONE,
     attended,
@@ -24,7 +34,6 @@ from systolic.serving.http.responses import (
 )
 from systolic.serving.http.state import RequestContext, ServerState
 from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall, ToolCall
-from systolic.serving.http.vocabulary import vocabulary_of
 from systolic.serving.registry import ServedText
 from systolic.serving.text.request import AnswerStream, Finish, Logprob, TextOutput, TextRequest
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room
+from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room, vocabulary_of
 from systolic.serving.http.responses import (
     DONE,
     attended,
@@ -21,7 +21,6 @@ from systolic.serving.http.responses import (
     whole,
 )
 from systolic.serving.http.state import RequestContext, ServerState
-from systolic.serving.http.vocabulary import vocabulary_of
 from systolic.serving.registry import ServedText
 from systolic.serving.text.request import AnswerStream, Logprob, TextOutput, TextRequest
 

@@ -9,10 +9,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.protocol import Count, bad, encode, read
 from systolic.serving.http.responses import answered
 from systolic.serving.http.state import RequestContext, ServerState
+from systolic.serving.request import ModelKind
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Ids = list[Index]

@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.core.errors import OptionError
-from systolic.serving.batch.request import ANY, BYTES, ArraySpec
-from systolic.serving.batch.tensors import check_range
+from systolic.serving.batch.intake import check_range
 from systolic.serving.http.completions import CompletionFields, continued
 from systolic.serving.http.listing import json_response
 from systolic.serving.http.protocol import ProblemError, bad, decode, encode, with_infinities
 from systolic.serving.http.responses import answered, objects
 from systolic.serving.http.state import Phase, ServerState
 from systolic.serving.registry import Served, ServedText
+from systolic.serving.request import ANY, BYTES, ArraySpec
 
 if TYPE_CHECKING:
     from systolic.serving.http.process import Process
@@ -48,7 +48,7 @@ class WireTensor(Struct, kw_only=True):
 
 
 def datatype(dtype: str) -> str:
-    """The protocol's name of a dtype of an :class:`~systolic.serving.batch.request.ArraySpec`, as :func:`named` writes it."""
+    """The protocol's name of a dtype of an :class:`~systolic.serving.request.ArraySpec`, as :func:`named` writes it."""
     if dtype == BYTES:
         return "BYTES"
     sent = named(np.zeros(0, np.dtype(dtype))).dtype

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from systolic.core.errors import SystolicError
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
 from systolic.serving.http.state import RequestContext
 from systolic.serving.registry import ServedBatch
+from systolic.serving.request import ModelKind
 from systolic.serving.text.request import AnswerStream, Finish, TextEngine, TextOutput, TextRequest
 
 T = TypeVar("T")

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.core.errors import OptionError
-from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
-from systolic.serving.batch.tensors import check_range, kind_of
+from systolic.serving.batch.intake import check_range, kind_of
 from systolic.serving.http.listing import described, entry, json_response
 from systolic.serving.http.protocol import ProblemError, bad
 from systolic.serving.http.responses import answered, objects
 from systolic.serving.http.state import Phase, ServerState, VersionState
 from systolic.serving.registry import Served, ServedBatch, ServedText
+from systolic.serving.request import BYTES, ArraySpec, ModelKind
 
 _GET = re.compile(r"(?P<name>.+?)(?:/versions/(?P<version>[0-9]{1,15}))?(?P<metadata>/metadata)?")
 _POST = re.compile(

@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.protocol import ProblemError, bad, encode
 from systolic.serving.http.responses import answered, event, objects, streamed
 from systolic.serving.http.state import ServerState
+from systolic.serving.request import ModelKind
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 FIELDS = 32

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from systolic.serving.padding import fewest_padded, padding_share
+from systolic.inference.rows import fewest_padded, padding_share
 from systolic.steps.paged import StepShape
 
 Needs = Mapping[int, float]

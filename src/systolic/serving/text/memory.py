@@ -1,6 +1,6 @@
 """Memory of an engine's device, known from the compiled programs before anything is allocated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from systolic.models.quantized.codes import stored_bytes
 from systolic.serving.text.runner import Programs
 
 
-def capacity_bytes(devices: Sequence[Any]) -> int:
+def capacity_bytes(devices: Iterable[Any]) -> int:
     """Bytes that programs may use of each device beside what lies there already, such as another model.
 
     On a CPU a device's share of what the machine has free, and of its container's limit.

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from systolic.data.text.text_data import TextData
 from systolic.job import Batch, Job, Layout
 from systolic.models.decoder.config import Decoder
-from systolic.serving.errors import RefusedError
 from systolic.serving.registry import LiveEngine
+from systolic.serving.request import RefusedError
 from systolic.serving.text.memory import capacity_bytes, held_bytes
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.serving.text.request import AnswerStream, TextRequest

@@ -1,4 +1,4 @@
-"""A request for text, how its tokens are sampled, and the stream of what comes back."""
+"""A request for text: how its tokens are sampled, its stream, and its sequence in an engine, with its tokens, pages, and end."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
-from systolic.data.text.stops import Finish
+from systolic.inference.results import Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,10 @@ from systolic.serving.text.buckets import Buckets
 from systolic.serving.text.request import TopLogprobs
 from systolic.serving.text.scheduler import StepWork
 from systolic.serving.text.sequence import PENDING, PromptScores, Sequence
+from systolic.steps.logits import ChosenTokens, Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 from systolic.steps.paged_sharding import for_choice, whole
 from systolic.steps.programs import jit_paged
-from systolic.steps.sampling import ChosenTokens, Cuts, Draw, choose, choose_by_all
 
 BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from systolic.core.errors import RunError
-from systolic.data.text.stops import Finish, Stops
+from systolic.inference.results import Finish, Stops
 from systolic.serving.text.request import Logprob, Stream, TextOutput, TextRequest, TopLogprobs
 
 if TYPE_CHECKING:

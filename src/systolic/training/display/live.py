@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -32,9 +32,6 @@ from systolic.runs.metrics import (
 )
 from systolic.training.display import plain
 from systolic.training.display.plain import Plain
-
-if TYPE_CHECKING:
-    pass
 
 
 class Live:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.report import figures
-from systolic.runs import time_breakdown as records
+from systolic.runs import record as records
 from systolic.runs.metrics import SummaryRecord, TrainRecord
 from systolic.runs.record import RunRecord
 

@@ -1,4 +1,4 @@
-"""Verdict on a run, and the commands to type next."""
+"""Verdict on a run, the figures that the summary and the page both show, and the commands to type next."""
 
 import math
 import shlex
@@ -13,11 +13,10 @@ from systolic.runs.record import RunRecord, State
 from systolic.runs.run import RECIPE
 from systolic.training.display import readings
 
+RERUN = "the same run again"
+"""The purpose of the command that made a run."""
 LEVEL = 0.02
 """Difference to gzip's compression that counts as equal."""
-
-SAME = "the same run again"
-"""The purpose of the command that made a run."""
 
 
 def judge(run: RunRecord) -> Verdict:
@@ -108,7 +107,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
     """Next commands: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
-    pairs = [(SAME, shlex.join(argv))] if argv else []
+    pairs = [(RERUN, shlex.join(argv))] if argv else []
     copy = run.path / RECIPE
     if argv and copy.is_file():
         _, _, function = argv[2].rpartition(":")

@@ -1,10 +1,7 @@
 """Captures a JAX program: it sees the devices of a slice, its calls are recorded, and its step is compiled for the slice.
 
-``arrays``: what stands for an array on the slice. ``counters``: those whose number is known. ``bridge``: the devices.
-``dispatch``: what the program does with arrays. ``shardings``: where the results of a call are. ``hosts``: what several
-processes say to each other. ``pmap``: its functions as jitted ones. ``calls``: the calls, and which of them are a step.
-``bodies``: which functions are the same. ``moves``: what lies elsewhere from one step to the next. ``compiling``: the schedule, and the
-answer in the folder that ``SYSTOLIC_CAPTURE`` names.
+``bridge`` shows the devices, ``dispatch`` what the program does with arrays, ``calls`` records its calls, ``step_search`` finds the
+step among them, and ``compiling`` writes the schedule and the answer to the folder that ``SYSTOLIC_CAPTURE`` names.
 """
 
 import importlib

@@ -127,40 +127,40 @@ def check(values):
         array.use()
 
 
-def sources(values):
-    """Origins of some values, whatever their dtype; none of values of the host.
+class Origins:
+    """Calls and moves that a value comes from."""
 
-    Returns:
-        The number of the latest recorded call of each kind, and for each cause and kind of moves when the last of them ends.
-    """
-    latest = {}
+    def __init__(self, calls=(), moves=()):
+        self.calls = dict(calls)
+        """Number of the latest recorded call of each kind."""
+        self.moves = dict(moves)
+        """Ends of the last moves, by cause and kind."""
+
+    def join(self, more):
+        """Adds others, the later of each kind."""
+        for own, other in ((self.calls, more.calls), (self.moves, more.moves)):
+            for kind, number in other.items():
+                own[kind] = max(number, own.get(kind, number))
+
+
+def sources(values):
+    """Origins of some values, whatever their dtype; none of values of the host."""
+    latest = Origins()
     for value in values:
         if is_slice_array(value):
-            join(latest, value.sources)
+            latest.join(value.sources)
     return latest
-
-
-def join(latest, more):
-    """Adds origins to others, the later of each kind."""
-    for kind, number in more.items():
-        if number > latest.get(kind, -1):
-            latest[kind] = number
 
 
 def wait(array):
     """Notes that the host waits for an array: what this thread calls from now on begins after the calls that it comes from."""
-    join(awaited(), array.sources)
-
-
-def numbers(sources):
-    """Numbers of the calls among what values come from."""
-    return [number for kind, number in sources.items() if not isinstance(kind, tuple)]
+    awaited().join(array.sources)
 
 
 def awaited():
     """Origins of the values that this thread has waited for."""
     if not hasattr(_host, "awaited"):
-        _host.awaited = {}
+        _host.awaited = Origins()
     return _host.awaited
 
 

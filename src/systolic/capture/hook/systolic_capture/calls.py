@@ -1,4 +1,4 @@
-"""The calls of jitted functions on the slice, and which of them are a step."""
+"""The calls of jitted functions on the slice, recorded until :mod:`step_search` finds a step among them."""
 
 import atexit
 import collections
@@ -71,6 +71,7 @@ class Call:
 
     most, devices, own = NO_ARRAYS, None, False
     source, mesh, places, options = "", None, None, {}
+    ids, after, taken, held, links = (), (), frozenset(), {}, (frozenset(), frozenset())
 
     def __init__(self, args, params, own):
         body = shardings.Inner(params["jaxpr"])
@@ -245,8 +246,8 @@ def take(call, args, kept, loose=()):
     """
     call.ids, call.links = arrays.serials(args), arrays.links(args)
     call.sources = arrays.sources(kept)
-    arrays.join(call.sources, arrays.awaited())
-    call.after = arrays.numbers(call.sources)
+    call.sources.join(arrays.awaited())
+    call.after = list(call.sources.calls.values())
     copied = set()
     kept_ids = set(map(id, kept))
     places: list[Any] = list(loose) or [None] * len(args)
@@ -257,7 +258,7 @@ def take(call, args, kept, loose=()):
             moves.count_fed(dispatch.aval_of(value), where or dispatch.first_device())
         elif where and not value._committed and value.sharding.device_set != where.device_set:
             copied.add(id(value))
-            arrays.join(call.sources, moves.count(value, where, "spread"))
+            call.sources.join(moves.count(value, where, "spread"))
     taken = [value for value in kept if arrays.is_slice_array(value) and id(value) not in copied]
     call.taken = {array.buffer.number for array in taken if array.buffer}
     call.held = {}
@@ -349,17 +350,15 @@ def record(call):
     """Adds a call to the sequence, and ends the program when its step is known.
 
     Returns:
-        Its number by its kind, as the source of its results; None of jax's own.
+        The origins of its results; None of jax's own.
     """
     if call.own:
         count_operation(call.name)
         return None
     with _lock:
         known = _known.setdefault(call.key, call)
-        source = {
-            known: len(_sequence),
-            **moves.before_call(_devices_of(known, call), call.sources),
-        }
+        ends = moves.before_call(_devices_of(known, call), call.sources)
+        source = arrays.Origins({known: len(_sequence)}, ends)
         if _state["ended"]:
             return source
         now = time.monotonic()

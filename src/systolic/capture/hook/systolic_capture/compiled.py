@@ -33,8 +33,6 @@ class Lowered(calls.Call):
         self.name = str(getattr(self._lowering, "_name", "program"))
         if self.name == f"jit({report.request().step})":
             self.name = report.request().step  # either is one of its names
-        self.ids, self.links, self.held, self.taken = [], arrays.links([]), {}, frozenset()
-        self.after = ()
         self._params = dispatch.body_of(self._lowering) or {}
         self.jaxpr = self._params.get("jaxpr")
         if self.jaxpr is not None:

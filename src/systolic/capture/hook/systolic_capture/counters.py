@@ -28,7 +28,7 @@ def _divide(left, right):
     return np.trunc(np.true_divide(left, right)) if right else np.zeros_like(left)
 
 
-SAME = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze")
+IDENTITIES = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze")
 PLACED = ("expand_dims", "optimization_barrier", "sharding_constraint", "stop_gradient", "pvary")
 COMPUTED = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "eq", "ne")},
@@ -36,7 +36,7 @@ COMPUTED = {
     **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert},
     **{"max": np.maximum, "min": np.minimum, "rem": np.fmod, "sign": np.sign, "div": _divide},
     **{"select_n": _select, "clamp": _clamp},
-    **dict.fromkeys((*SAME, *PLACED), lambda value, *_: value),
+    **dict.fromkeys((*IDENTITIES, *PLACED), lambda value, *_: value),
 }
 """Results of operations on whole numbers."""
 NESTED = ("jaxpr", "call_jaxpr", "fun_jaxpr")

@@ -180,7 +180,7 @@ def _moved(value, where):
         return moves.count(value, where)
     if bridge.on_slice(where):
         moves.count_fed(aval_of(value), where)
-    return {}
+    return arrays.Origins()
 
 
 def _donate(value, placed, semantics, index):

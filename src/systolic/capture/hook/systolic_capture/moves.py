@@ -77,25 +77,25 @@ def before_call(devices, sources):
 
     Args:
         devices: The devices of the call.
-        sources: What its arguments come from, as :func:`arrays.sources` has it.
+        sources: Origins of its arguments.
     """
     return {
         key: begin
         for key, queue in _queues.items()
-        if queue.now and (begin := queue.call(devices, sources.get(key, 0)))
+        if queue.now and (begin := queue.call(devices, sources.moves.get(key, 0)))
     }
 
 
 def _move(cause, parts, sources):
     """Moves bytes, for each kind by the links; returns what the moved array comes from."""
     _counts[cause] += 1
-    sources = dict(sources)
-    arrays.join(sources, arrays.awaited())
+    latest = arrays.Origins(sources.calls, sources.moves)
+    latest.join(arrays.awaited())
     for kind, own in zip(KINDS, parts, strict=True):
         if own:
             queue = _queues[cause, kind]
-            sources[cause, kind] = queue.move(own, sources.get((cause, kind), 0))
-    return sources
+            latest.moves[cause, kind] = queue.move(own, latest.moves.get((cause, kind), 0))
+    return latest
 
 
 def count_read(value, read, *, waits):
@@ -109,7 +109,7 @@ def count_read(value, read, *, waits):
     if size >= memory.LEAST_BYTES and devices:
         sources = _move("read", ([("", devices, size)], (), ()), value.sources)
         if waits:
-            arrays.join(arrays.awaited(), sources)
+            arrays.awaited().join(sources)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,7 +125,7 @@ def count_fed(aval, where):
     """Counts an array of the host that goes to the slice: each device gets its part, over a link of its own."""
     size = memory.part_bytes(aval, where)
     if size >= memory.LEAST_BYTES and not memory.is_on_host(where):
-        _move("fed", ([("", frozenset(where.device_set), size)], (), ()), {})
+        _move("fed", ([("", frozenset(where.device_set), size)], (), ()), arrays.Origins())
 
 
 def of_steps(pairs):

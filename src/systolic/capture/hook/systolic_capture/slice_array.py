@@ -19,8 +19,7 @@ class SliceArray(_Array):
 
     def __init__(self, aval, sharding, committed=True, sources=None, buffer=None):
         self.aval = aval
-        self.sources = sources or {}
-        """Origins of it, as :func:`arrays.sources` has it."""
+        self.sources = sources or arrays.Origins()
         self.buffer = memory.ArrayMemory(aval, sharding, self.born) if buffer is None else buffer
         """Its memory; False of one that stands for no array of the program."""
         self.serial = next(_serials)
@@ -35,7 +34,7 @@ class SliceArray(_Array):
     @property
     def born(self):
         """Number of the latest recorded call that it comes from; -1 of one from none."""
-        return max(arrays.numbers(self.sources), default=-1)
+        return max(self.sources.calls.values(), default=-1)
 
     __array_priority__ = 100
     """That of jax's arrays: numpy leaves operations with one to it, where it stands at the right as well."""

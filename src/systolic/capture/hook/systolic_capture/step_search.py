@@ -10,7 +10,7 @@ LONGEST = 10_000
 """Most calls of a step."""
 WHOLE = 3
 """Repeats from which a longer sequence that has more of the calls is the step, rather than what its end repeats."""
-SAME = 0.05
+KEPT_SHARE = 0.05
 """Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
 BESIDE = 0.1
 """Share of a repeated sequence's work: below it, what is beside steps within the sequence is no part of them."""
@@ -250,7 +250,7 @@ def is_unchanged(sequence, now, before, constant=frozenset()):
     for n, b in zip(now, before, strict=True):
         known = {serial for serial, _ in sequence[b].ids} - constant
         same = sum(size for serial, size in sequence[n].ids if serial in known)
-        if same > SAME * sum(size for _, size in sequence[n].ids):
+        if same > KEPT_SHARE * sum(size for _, size in sequence[n].ids):
             return True
     return False
 

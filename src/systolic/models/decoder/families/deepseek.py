@@ -23,8 +23,7 @@ from systolic.models.decoder.families.fields import (
     shared_fields,
     tied,
 )
-from systolic.models.decoder.options import Latent, Router, Score
-from systolic.models.decoder.rotary import Stretching
+from systolic.models.decoder.options import Latent, Router, Score, Stretching
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Array, Conversion, Pieces, Rule, matrix, plain
 

@@ -9,7 +9,7 @@ from typing import Any
 from systolic.core.errors import OptionError, misspelt
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp
-from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.models.decoder.options import RopeScaling, Stretching
 from systolic.models.families import Config, UnsaidError
 from systolic.models.mapping import Conversion, Rule, matrix, plain
 

@@ -1,1 +1,0 @@
-"""A plain convolutional network for small images."""

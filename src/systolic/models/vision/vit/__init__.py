@@ -1,1 +1,0 @@
-"""The vision transformer (Dosovitskiy et al. 2021)."""
