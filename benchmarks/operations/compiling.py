@@ -19,6 +19,7 @@ from typing import Any
 import rows as measured
 
 from systolic.chips import slice
+from systolic.chips.flags import compile_options
 from systolic.compiling.environment import child_environment
 from systolic.core.errors import SystolicError
 from systolic.core.files import cache_home
@@ -96,7 +97,8 @@ def _compile(row: measured.Row, devices: dict[str, Any]) -> dict[str, Any]:
     folder = folder_of(row)
     with tempfile.TemporaryDirectory() as dumped:
         try:
-            answer = lowered.compile(compiler_options=dump_options(Path(dumped)))
+            options = compile_options(measured.flags_of(row), "tpu") | dump_options(Path(dumped))
+            answer = lowered.compile(compiler_options=options)
         except Exception as error:
             text = str(error)
             kind = "does not fit" if "RESOURCE_EXHAUSTED" in text else text.splitlines()[0][:200]

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import compiling
@@ -106,11 +107,12 @@ def main() -> None:
         samples = [
             (row["measured_seconds"], ops_of(row, mode)) for row in mine for mode in run.MODES
         ]
-        now = mean(errors(samples, slowdown_of(generation)))
+        now_used = slowdown_of(generation)
+        now = mean(errors(samples, now_used))
         tried = [
             (mean(errors(samples, slow)), slow)
             for a, b, c, d in itertools.product(MATRIX, MEMORY, VECTOR, UNHIDDEN)
-            for slow in (Slowdown(matrix=a, memory=b, vector=c, unhidden=d),)
+            for slow in (replace(now_used, matrix=a, memory=b, vector=c, unhidden=d),)
         ]
         tried.sort(key=lambda one: one[0])
         print(f"[{generation}] {len(mine)} rows, mean error now {now:.1%}")

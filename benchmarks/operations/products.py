@@ -18,8 +18,14 @@ KINDS = ("matmul", "grouped_matmul", "HBM copy", "all-gather", "all-reduce", "co
 """What a row's ``what`` begins with, where its program is here."""
 
 
+_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s8": jnp.int8}
+"""Of dense products."""
+
+
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return a @ b
+    """Product that keeps the operands' dtype; of int8 the sums are int32."""
+    integers = jnp.issubdtype(a.dtype, jnp.integer)
+    return jnp.matmul(a, b, preferred_element_type=jnp.int32 if integers else a.dtype)
 
 
 def matmul_relu(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -94,10 +100,11 @@ def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
     if what.startswith("matmul"):
         if "pallas" in str(shapes.get("implementation", "")):
             return None
-        if not str(shapes.get("dtype")).startswith("bf16"):
-            raise ValueError(f"dtype {shapes.get('dtype')!r} is not bf16")
-        a = like((shapes["m"], shapes["k"]), jnp.bfloat16)
-        b = like((shapes["k"], shapes["n"]), jnp.bfloat16)
+        dtype = next((d for d in _DTYPES if str(shapes.get("dtype")).startswith(d)), None)
+        if dtype is None:
+            raise ValueError(f"dtype {shapes.get('dtype')!r} is none of {', '.join(_DTYPES)}")
+        a = like((shapes["m"], shapes["k"]), _DTYPES[dtype])
+        b = like((shapes["k"], shapes["n"]), _DTYPES[dtype])
         return matmul_relu if "relu" in what else matmul, (a, b)
     if what.startswith("HBM copy"):
         # The benchmark's bytes are of the array; rows of 1,024 lanes lie without padding.

@@ -15,6 +15,7 @@ import layers
 import losses
 import products
 import records
+import traced
 from arrays import array
 from records import Kind
 
@@ -67,6 +68,9 @@ def read(path: Path) -> list[Row]:
 def why_not(row: Row) -> str | None:
     """Why a row can't be judged here; None where it can."""
     seconds, made = row.get("measured_seconds"), row.get("implementation")
+    if is_traced(row):
+        unknown = "custom-call" in row["what"] and not row["config"]["counted"]
+        return "what its kernel does depends on data, or needs tpu-inference" if unknown else None
     if row["generation"] not in SLICES:
         return f"generation {row['generation']} is none of {', '.join(SLICES)}"
     if seconds is None:
@@ -95,6 +99,16 @@ def judged(row: Row) -> bool:
         and (row.get("implementation") in PLAIN or is_kernel(row))
         and row.get("confidence", "A") in ("A", "B", "C")
     )
+
+
+def is_traced(row: Row) -> bool:
+    """Whether a row is an op of a profile, which has an HLO line in place of a program."""
+    return row["what"].startswith(traced.KIND)
+
+
+def flags_of(row: Row) -> tuple[str, ...]:
+    """Flags of the compiler that a row was measured with."""
+    return tuple((row.get("config") or {}).get("flags", ()))
 
 
 def is_kernel(row: Row) -> bool:

@@ -203,3 +203,19 @@ def test_counting_a_masked_kernel_does_not_search_the_disk_at_every_step(
     assert found is not None
     assert float(found[1]) == 64 * 65 / 2 * 128 * 128
     assert searched.times < 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("float8_e4m3fn", 8), ("float4_e2m1fn", 4), ("int8", 8)]
+)
+def test_narrow_numbers_have_their_own_bytes(dtype: str, bits: int) -> None:
+    def kernel(x: Any, y: Any) -> None:
+        y[...] = x[...].astype(jnp.float32)
+
+    half = pl.BlockSpec((128, 512), lambda n: (n, 0))
+    result = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    call = pl.pallas_call(kernel, result, grid=(2,), in_specs=[half], out_specs=half)
+    text = counted(lowered(call, [jax.ShapeDtypeStruct((256, 512), jnp.dtype(dtype))]))
+    found = re.search(r'"counted":(\{.*?\}),"body"', text)
+    assert found is not None
+    assert json.loads(found[1])["bytes"] == 256 * 512 * (bits / 8 + 4)

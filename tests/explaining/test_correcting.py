@@ -194,37 +194,42 @@ def test_a_step_without_its_program_is_priced_by_lines() -> None:
 
 
 def test_a_step_of_a_chip_forecasts_another_of_it() -> None:
-    """Fitted on bf16, judged on a model with quantized weights that nothing was fitted to, and the other way round."""
+    """Fitted on bf16, judged on a model with quantized weights that nothing was fitted to, and the other way round.
+
+    Collectives between the dies are priced by what chips took, so that a correction changes little; they were 10 % off and more.
+    """
     on = slice("tpu7x-2")
     bf16 = measured_ops(opened(whole(BF16), "tpu7x"), on, {})
     quantized = measured_ops(opened(whole(QUANTIZED), "tpu7x"), on, {})
-    for kind, fitted_on, judged, before, after in (
-        (CostKind.dies, bf16, quantized, 0.1, 0.06),
-        (CostKind.dies, quantized, bf16, 0.1, 0.06),
-        (CostKind.formatting, quantized, bf16, 0.7, 0.6),
+    for kind, fitted_on, judged, off, after in (
+        (CostKind.dies, bf16, quantized, (0.0, 0.03), 0.06),
+        (CostKind.dies, quantized, bf16, (0.0, 0.03), 0.06),
+        (CostKind.formatting, quantized, bf16, (0.1, 0.2), 0.05),
     ):
         fitted = fit([fitted_on], 1.0).factors
         of = [one for one in judged.ratios if one.kind is kind]
         seconds = sum(one.value * one.weight for one in of)
         simulated = sum(one.weight for one in of)
-        assert abs(simulated / seconds - 1) > before, kind
+        assert off[0] < abs(simulated / seconds - 1) < off[1], kind
         assert abs(simulated * fitted[kind].value / seconds - 1) < after, kind
 
 
 def test_relayouts_of_device_memory_and_of_vector_memory_are_apart() -> None:
-    """Copies of 5.24 MB in vector memory take 3.0 to 4.3 us for 0.33 us each, those with device memory 4.64 us for 0.63 and 5.18 for 1.95."""
+    """Copies of 5.24 MB in vector memory take 3.0 to 4.3 us, priced at 3.46, those with device memory 4.64 us for 6.14 and 4.6 to 5.2 for 4.84."""
     on = slice("tpu7x-2")
     ops = measured_ops(opened(whole(BF16), "tpu7x"), on, {})
     by: dict[CostKind, list[OpRatio]] = {}
     for one in ops.ratios:
         by.setdefault(one.kind, []).append(one)
     memory, vector = by[CostKind.formatting], by[CostKind.vmem_formatting]
-    assert (len(memory), len(vector)) == (128, 192)
-    assert 2.3 < min(one.value for one in memory) < max(one.value for one in memory) < 7.5
-    assert min(one.value for one in vector) > 9
+    # 64 reshapes into tiles of two rows cost nothing before.
+    assert (len(memory), len(vector)) == (128, 256)
+    assert 0.7 < min(one.value for one in memory) < max(one.value for one in memory) < 1.1
+    copies = sorted(one.value for one in vector if one.name.startswith("copy"))
+    assert 0.8 < copies[0] < copies[len(copies) // 2] < 1.25
     left = fit([ops], 1.0).left_out
-    assert "formatting: 3.39 by 128 ops of 2 shapes, and fewer than 3" in left[0]
-    assert "formatting in vector memory: 11.09 by 192 ops" in left[1]
+    assert "formatting: 0.86 by 128 ops of 2 shapes, and fewer than 3" in left[0]
+    assert len(left) == 1
 
 
 def test_a_measured_all_reduce_is_not_faster_than_its_links() -> None:

@@ -167,7 +167,7 @@ def test_rows_that_can_not_be_used_are_counted_by_reason(tmp_path: Path) -> None
     left = [json.loads(line) for line in made["out"].splitlines()]
     assert {one["ids"][0]: one["reason"] for one in left} == {
         "b": "shapes or config of matmul lack 'n'",
-        "c": "shapes of matmul can't be read: dtype 'int8' is not bf16",
+        "c": "shapes of matmul can't be read: dtype 'int8' is none of bf16, f32, s8",
         "d": "no program here for this kind of operation",
         "e": "shorter than 30 us",
         "f": "no measured_seconds",

@@ -28,7 +28,6 @@ ALLOWED: dict[str, str] = {
     "sim/attention.py:_SEQUENCE_MINOR": "a layout's number, as the kernels have it",
     "sim/attention.py:_VECTOR_OPS": COUNTED,
     "sim/calls.py:STEPS": "steps that a schedule lays out",
-    "sim/estimate.py:_OPS": COUNTED,
     "sim/grouped.py:_MASK_OPS": COUNTED,
     "sim/grouped.py:_SUM_OPS,_UNIT_OPS,_WIDEN_OPS": COUNTED,
     "sim/incomplete.py:_SECONDS": "units of time",

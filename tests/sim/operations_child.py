@@ -108,6 +108,40 @@ def of_grouped(rows: Any, grouped: Any) -> dict[str, Any]:
     }
 
 
+LINES = {
+    "matmul": (
+        "traced convolution fusion",
+        "bf16[64,512]{1,0:T(8,128)(2,1)} fusion(bf16[512,256]{1,0:T(16,128)(2,1)} %, bf16[64,256]{1,0:T(8,128)(2,1)S(1)} %), kind=kOutput, calls=%",
+        2.0 * 64 * 512 * 256 + 3 * 64 * 256,
+    ),
+    "sum": (
+        "traced loop fusion",
+        "f32[64]{0:T(128)S(1)} fusion(bf16[64,256]{1,0:T(8,128)(2,1)} %), kind=kLoop, calls=%",
+        4.0 * 64 * 256,
+    ),
+    "copy": (
+        "traced data formatting",
+        "f32[64,256]{0,1:T(8,128)} copy(f32[64,256]{1,0:T(8,128)S(1)} %)",
+        0.0,
+    ),
+}
+"""Category, HLO line and the profile's FLOPs of an op."""
+
+
+def of_traced(traced: Any, work: Any, estimate: Any) -> dict[str, list[float]]:
+    """FLOPs of the matrix units, vector operations and bytes of device memory of each line's module."""
+    found = {}
+    for name, (what, line, flops) in LINES.items():
+        shapes = {"hlo": line, "flops": flops, "bytes": 2.0 * 64 * 256 + 4 * 64}
+        row = {"what": what, "shapes": shapes, "config": {"kernel": "", "counted": None}}
+        module = traced.program(row)
+        op = module.entry.root
+        paid = work.work_of(module, module.entry, op)
+        held = module.callee(op, "calls") if op.opcode == "fusion" else module.entry
+        found[name] = [paid.flops, estimate.vector_operations(module, held), paid.bytes]
+    return found
+
+
 def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
@@ -121,6 +155,11 @@ def main() -> None:
         **{name: float(value) for name, value in numbers.items()},
         **of_rows(import_module("rows")),
         **of_grouped(import_module("rows"), import_module("grouped")),
+        "traced": of_traced(
+            import_module("traced"),
+            import_module("systolic.sim.work"),
+            import_module("systolic.sim.estimate"),
+        ),
         "table": table.splitlines()[-1],
     }
     print(json.dumps(found))

@@ -323,3 +323,11 @@ def test_neighbours_over_the_wraparound_are_neighbours() -> None:
     of = network("v5e-256")
     across, inside = at(of, [(15,), (0,)]), at(of, [(7,), (8,)])
     assert seconds(of, "all-gather", across, 1e9) == seconds(of, "all-gather", inside, 1e9)
+
+
+def test_collectives_of_the_dies_of_a_chip_take_what_chips_took() -> None:
+    # Qwen2.5 32B over the two devices of a TPU7x chip (tpu-inference's profile): 25.5 and 27.3 us, and 1.6 and 1.8.
+    of = network("tpu7x-2")
+    pair = at(of, [(0, 0, 0, 0), (0, 0, 0, 1)])
+    assert seconds(of, "all-reduce", pair, 2 * 1024 * 5120) == pytest.approx(26.4e-6, rel=0.05)
+    assert seconds(of, "all-gather", pair, 32) == pytest.approx(1.7e-6, rel=0.05)

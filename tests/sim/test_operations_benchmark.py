@@ -58,3 +58,15 @@ def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
 def test_the_table_has_median_and_ninetieth_percentile(found: dict[str, Any]) -> None:
     assert found["table"].split("|")[1:5] == [" full ", " fit ", " v6e ", " k "]
     assert [float(cell.strip(" %")) for cell in found["table"].split("|")[5:9]] == [3, 20, 20, 30]
+
+
+def test_an_op_of_a_profile_does_the_work_that_its_line_and_the_profile_say(
+    found: dict[str, Any],
+) -> None:
+    size = 64 * 256
+    # Weights from device memory and the result there; the other operand lies in vector memory.
+    assert found["traced"]["matmul"] == [2 * 512 * size, 3 * size, 2 * (512 * 256 + 64 * 512)]
+    # Four operations and the reduction, which counts its operand.
+    assert found["traced"]["sum"] == [0, 5 * size, 2 * size]
+    # Of the result 64 lanes lie as 128.
+    assert found["traced"]["copy"][2] == 2 * 4 * size

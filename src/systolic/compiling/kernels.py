@@ -468,8 +468,9 @@ def _vector(operation: Any) -> float:
 
 
 def _bytes(array: Any) -> float:
-    match = re.search(r"x?([a-z]+)(\d+)(?:\b|$)", str(array.element_type))
-    bits = int(match[2]) if match else 32
+    # The first number of a dtype's name: f8E4M3FN has 8 bits, bf16 16.
+    match = re.search(r"[a-z](\d+)", str(array.element_type))
+    bits = int(match[1]) if match else 32
     if any(n == _DYNAMIC or n < 0 for n in array.shape):
         return 0.0
     return math.prod(array.shape) * bits / 8

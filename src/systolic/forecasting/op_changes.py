@@ -34,22 +34,8 @@ _HEAVY = (*_PRODUCTS, *COLLECTIVES, "custom-call", "scatter", "gather", "sort", 
 _REDUCTIONS = ("reduce-window", "reduce")
 _COPIES = frozenset(("copy", "slice", "dynamic-slice", "dynamic-update-slice", "bitcast-convert"))
 _CHEAP = frozenset(
-    (
-        "parameter",
-        "constant",
-        "broadcast",
-        "bitcast",
-        "tuple",
-        "get-tuple-element",
-        "convert",
-        "reshape",
-        "transpose",
-        "iota",
-        "copy",
-        "slice",
-        "compare",
-        "and",
-    )
+    {"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element"}
+    | {"convert", "reshape", "transpose", "iota", "copy", "slice", "compare", "and"}
 )
 """Instructions that XLA repeats in every fusion that wants them, so that they tie none together."""
 _ASYNCHRONOUS = re.compile(r"-(?:start|done|update)$")
@@ -373,38 +359,10 @@ def _primitive(instruction: Instruction) -> str:
 
 
 _ELEMENTWISE = frozenset(
-    (
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "maximum",
-        "minimum",
-        "negate",
-        "exponential",
-        "log",
-        "rsqrt",
-        "sqrt",
-        "tanh",
-        "logistic",
-        "power",
-        "select",
-        "compare",
-        "convert",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "broadcast",
-        "iota",
-        "pad",
-        "concatenate",
-        "reshape",
-        "transpose",
-        "clamp",
-        "floor",
-        "abs",
-    )
+    {"add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "exponential"}
+    | {"log", "rsqrt", "sqrt", "tanh", "logistic", "power", "select", "compare", "convert"}
+    | {"and", "or", "not", "xor", "broadcast", "iota", "pad", "concatenate", "reshape"}
+    | {"transpose", "clamp", "floor", "abs"}
 )
 
 

@@ -271,17 +271,8 @@ def _value(text: str, start: int) -> str:
 
 
 _FOLLOWED = frozenset(
-    (
-        "copy",
-        "copy-start",
-        "copy-done",
-        "bitcast",
-        "slice-start",
-        "slice-done",
-        "get-tuple-element",
-        "pad",
-        "fusion",
-    )
+    {"copy", "copy-start", "copy-done", "bitcast", "slice-start", "slice-done"}
+    | {"get-tuple-element", "pad", "fusion"}
 )
 _STEPS = 6
 """Operands followed before it is given up."""

@@ -7,52 +7,32 @@ for the windows at its ends. The rates are fitted to measured operations (benchm
 
 import math
 import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module, Shape
-from systolic.hlo.shape import HBM
+from systolic.hlo.shape import HBM, VMEM
 from systolic.sim.calibration import constant, fitted
 from systolic.sim.incomplete import PALLAS
-from systolic.sim.rates import LANES, REGISTER, Rates, cores, matrix_width, vector_rate
-from systolic.sim.traffic import UPDATES, update_of
+from systolic.sim.rates import LANES, REGISTER, SUBLANES, Rates, cores, matrix_width, vector_rate
+from systolic.sim.traffic import UPDATES, WORD_BITS, update_of
 from systolic.sim.work import Work
 
-_OPS = {
-    "exponential": 4,
-    "exponential-minus-one": 5,
-    "log": 5,
-    "log-plus-one": 6,
-    "divide": 6,
-    "rsqrt": 3,
-    "sqrt": 4,
-    "tanh": 6,
-    "logistic": 6,
-    "erf": 10,
-    "power": 10,
-    "remainder": 8,
-    "sine": 15,
-    "cosine": 15,
-}
-"""Vector operations an element; 1 for what is not here. Rough counts of the polynomials; the fit scales them all."""
+_OPS: Mapping[str, int] = constant("estimate.operations")
+"""Vector operations an element; 1 for what is not here. The fit scales them all."""
 _DIM = re.compile(r"\d+")
 _NONE = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "broadcast",
-        "iota",
-        "reshape",
-        "partition-id",
-        "convolution",
-        "dot",
-        "dynamic-update-slice",
-    )
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "broadcast", "iota"}
+    | {"reshape", "partition-id", "convolution", "dot", "dynamic-update-slice"}
 )
 
 
+_CUT = {"slice": re.compile(r"\[(\d+):"), "pad": re.compile(r"(-?\d+)_")}
+"""Ops that begin a dim at another place, and the places in their attribute."""
+_CUT_BY = {"slice": "slice", "pad": "padding"}
+_LAID = ("copy", "transpose", "reshape", "reduce", *_CUT)
+
+LOADS: float = constant("estimate.loads")
 F32_OPERANDS: float = constant("estimate.f32_operands")
 """Slowdown of a matmul with an f32 operand from HBM, which is fetched and rounded again for each window of columns.
 
@@ -75,6 +55,20 @@ class Slowdown:
     unhidden: float
     """Part of the shorter one of memory and compute that the longer one does not hide: the windows at a
     fusion's ends."""
+    beside: float = 0.0
+    """Part of the shorter one of a matmul and of the vector work on its results that the longer one does not hide."""
+    ahead: float = 0.0
+    """Part of the vector work on a matmul's operands that nothing hides, where it takes them in more than once."""
+    scoped_bytes: float = 0.0
+    """Vector memory for one op's windows at which ``matrix`` holds; with more, what it adds shrinks. 0: it always holds."""
+    window_bytes: float = 0.0
+    """Bytes of device memory in one window of an op without a matmul. What fits in one window, nothing hides."""
+    relayout_cycles: float = 0.0
+    """Cycles of a register whose elements move to other lanes, rows or tiles."""
+    read_seconds: float = 0.0
+    """Latency from device memory, before an op's first data are there."""
+    write_seconds: float = 0.0
+    """Latency of an op's last results to device memory."""
 
 
 def slowdown_of(generation: str) -> Slowdown:
@@ -90,16 +84,49 @@ class Parts:
     memory: float
     vector: float
     """Vector and cross-lane units."""
+    ahead: float = 0.0
+    """Vector work on the operands of a matmul."""
+    reused: bool = False
+    """Whether these meet more columns than a matrix unit has, and are made before the matmul."""
     f32: bool = False
     """Whether it is a matmul in one pass with an f32 operand that comes from HBM."""
+    scoped: float = 0.0
+    """Vector memory for its windows by the compiler's flags, bytes; 0 where they don't say."""
+    bytes: float = 0.0
+    """Bytes of device memory."""
+    reads: bool = False
+    """Whether an operand that is no scalar lies in device memory."""
+    writes: bool = False
+    """Whether a result does."""
+
+    def latency(self, slow: Slowdown) -> float:
+        """Seconds before its first data and after its last."""
+        return self.reads * slow.read_seconds + self.writes * slow.write_seconds
 
 
 def estimated_seconds(parts: Parts, slow: Slowdown) -> float:
     """Seconds of an op: the longest of its parts, and the windows at its ends."""
-    matrix = slow.matrix * parts.matrix * (F32_OPERANDS if parts.f32 else 1.0)
-    compute = max(matrix, slow.vector * parts.vector)
+    matrix = matrix_slowdown(parts, slow) * parts.matrix * (F32_OPERANDS if parts.f32 else 1.0)
+    after, ahead = slow.vector * (parts.vector - parts.ahead), slow.vector * parts.ahead
+    apart = slow.ahead * ahead if parts.reused else 0.0
+    vector = after if apart else after + ahead
+    compute = max(matrix, vector) + slow.beside * min(matrix, after) + apart
     moving = slow.memory * parts.memory
-    return max(compute, moving) + slow.unhidden * min(compute, moving)
+    unhidden = slow.unhidden
+    if parts.bytes and not parts.matrix:
+        unhidden = max(unhidden, min(slow.window_bytes / parts.bytes, 1.0))
+    return max(compute, moving) + unhidden * min(compute, moving) + parts.latency(slow)
+
+
+def matrix_slowdown(parts: Parts, slow: Slowdown) -> float:
+    """Slowdown of a matmul by the vector memory that its windows have.
+
+    Each window of rows loads all weights again. Rows and columns of a window both grow with the square root of its bytes,
+    and the weights' share of its time shrinks with its rows and with the parts that a contraction is cut into.
+    """
+    if not slow.scoped_bytes or parts.scoped <= slow.scoped_bytes:
+        return slow.matrix
+    return 1.0 + (slow.matrix - 1.0) * (slow.scoped_bytes / parts.scoped) ** 2
 
 
 def seconds_by_cycles(cycles: float, parts: Parts, slow: Slowdown) -> float:
@@ -119,24 +146,101 @@ def matrix_seconds(work: Work, rates: Rates) -> float:
 
 
 def parts_of(
-    module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    work: Work,
+    rates: Rates,
+    sparse: bool = False,
 ) -> Parts:
-    """Work of an op on each unit, in seconds at the catalogue's rates."""
+    """Work of an op on each unit, in seconds at the catalogue's rates; ``sparse`` where a SparseCore runs it."""
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
         operations = vector_operations(module, inner)
         registers = lane_registers(module, inner)
+        taken = _taken_in(inner)
+        made = [op.shape.elements for op in inner if op.name in taken and op.opcode != "parameter"]
+        reused = work.flops > 2.0 * matrix_width(rates.chip) * max(made, default=1)
+        ahead = _vector_seconds(
+            vector_operations(module, inner, taken), lane_registers(module, inner, taken), rates
+        )
     else:
+        ahead, reused = 0.0, False
         operations = _of(computation, instruction)
         registers = _crossing(computation, instruction)
         if instruction.opcode in UPDATES:
             operations *= _updated(computation, instruction)
-    crossing = LANE_CYCLES * registers / (rates.clock_hz * cores(rates))
+    slow = slowdown_of(rates.chip.name)
+    vector = _vector_seconds(operations, registers, rates)
+    memory = work.bytes / rates.hbm
+    shapes = computation.operand_shapes(instruction)
+    reads = any(a.dims and a.bytes_in(HBM) for shape in shapes for a in shape.arrays())
+    writes = instruction.shape.bytes_in(HBM) > 0
+    if slow.relayout_cycles and not (work.flops or sparse):
+        # Results of matmuls leave the matrix units in any order, and SparseCores have no registers of tiles.
+        cycles = slow.relayout_cycles * relaid_registers(module, computation, instruction)
+        relaid = cycles / rates.clock_hz
+        # Windows from device memory come row by row: 1.14 to 1.5 times their bytes (weights before a ragged matmul on TPU7x).
+        fetched = reads and instruction.opcode != "reduce"
+        vector += min(relaid, slow.memory * memory) if fetched else relaid
+        vector = max(vector, moving_cycles(computation, instruction) / rates.clock_hz)
     return Parts(
         matrix=matrix_seconds(work, rates),
-        memory=work.bytes / rates.hbm,
-        vector=operations / vector_rate(rates) + crossing,
+        memory=memory,
+        vector=vector,
+        ahead=ahead,
+        reused=reused,
         f32=work.dtype == "f32" and work.passes == 1 and _fetches_f32(computation, instruction),
+        scoped=rates.scoped,
+        bytes=work.bytes,
+        reads=reads,
+        writes=writes,
+    )
+
+
+def moving_cycles(computation: Computation, instruction: Instruction) -> float:
+    """Cycles in which operands and results that lie in vector memory pass to registers and back."""
+    loaded = sum(shape.bytes_in(VMEM) for shape in computation.operand_shapes(instruction))
+    return max(loaded / LOADS, instruction.shape.bytes_in(VMEM)) / (REGISTER * WORD_BITS / 8)
+
+
+def relaid_registers(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Registers, as many as there are tiles, of the arrays that an op or a fusion lays out in another way."""
+    if instruction.opcode == "fusion":
+        inner = module.callee(instruction, "calls")
+        return sum(relaid_registers(module, inner, held) for held in inner)
+    if instruction.opcode not in _LAID:
+        return 0.0
+    before = next(computation.operand_shapes(instruction)[0].arrays())
+    after = next(instruction.shape.arrays())
+    if instruction.opcode in _CUT:
+        lanes = _CUT[instruction.opcode].findall(
+            instruction.attribute(_CUT_BY[instruction.opcode]) or ""
+        )
+        at = _fastest(after)
+        shifted = at < len(lanes) and int(lanes[at]) % LANES
+        return min(_tiles(before), _tiles(after)) if shifted else 0.0
+    if before.elements != after.elements or _lanes(before, instruction) == _lanes(
+        after, instruction
+    ):
+        return 0.0
+    return max(_tiles(before), _tiles(after))
+
+
+def _lanes(shape: Shape, instruction: Instruction) -> tuple[int, ...]:
+    """Contents of a register: the array's fastest dims, and rows of a tile."""
+    order = shape.minor_to_major or range(len(shape.dims) - 1, -1, -1)
+    fastest = [shape.dims[dim] for dim in order if shape.dims[dim] > 1]
+    rows = shape.tile[-2] if len(shape.tile) > 1 else 1
+    count = 2 if instruction.opcode in ("copy", "transpose") else 1
+    return (min(rows, SUBLANES), *fastest[:count])
+
+
+def _tiles(shape: Shape) -> float:
+    return (
+        math.prod(shape.padded_dims) / min(math.prod(shape.tile) or 1, REGISTER)
+        if shape.tile
+        else shape.elements / REGISTER
     )
 
 
@@ -149,8 +253,25 @@ def _fetches_f32(computation: Computation, instruction: Instruction) -> bool:
     )
 
 
-def vector_operations(module: Module, computation: Computation) -> float:
-    """Vector operations of all elementwise ops and reductions in a fusion.
+def _vector_seconds(operations: float, registers: float, rates: Rates) -> float:
+    """Seconds of the vector units, and of the cross-lane units after them."""
+    crossing = LANE_CYCLES * registers / (rates.clock_hz * cores(rates))
+    return operations / vector_rate(rates) + crossing
+
+
+def _taken_in(computation: Computation) -> set[str]:
+    """Names of what a fusion's matmuls take in, directly or not."""
+    taken: set[str] = set()
+    for instruction in reversed(list(computation)):
+        if instruction.opcode in ("convolution", "dot") or instruction.name in taken:
+            taken.update(instruction.operands)
+    return taken
+
+
+def vector_operations(
+    module: Module, computation: Computation, only: Container[str] | None = None
+) -> float:
+    """Vector operations of all elementwise ops and reductions in a fusion, or of those that ``only`` names.
 
     A fusion computes what its result needs: of an op that is only sliced, the slices; of a buffer that
     is updated in place, the update.
@@ -158,6 +279,8 @@ def vector_operations(module: Module, computation: Computation) -> float:
     total = 0.0
     used, fresh = _used(computation), _fresh(computation)
     for instruction in computation:
+        if only is not None and instruction.name not in only:
+            continue
         if instruction.opcode in ("fusion", "call"):
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
             operations = vector_operations(module, module.callee(instruction, held))
@@ -167,10 +290,14 @@ def vector_operations(module: Module, computation: Computation) -> float:
     return total
 
 
-def lane_registers(module: Module, computation: Computation) -> float:
-    """Registers that a fusion reduces over their lanes, or fills with one value a row."""
+def lane_registers(
+    module: Module, computation: Computation, only: Container[str] | None = None
+) -> float:
+    """Registers that a fusion, or the ops of it that ``only`` names, reduces over their lanes, or fills with one value a row."""
     total = 0.0
     for instruction in computation:
+        if only is not None and instruction.name not in only:
+            continue
         if instruction.opcode in ("fusion", "call"):
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
             total += lane_registers(module, module.callee(instruction, held))
@@ -196,7 +323,7 @@ def _crossing(computation: Computation, instruction: Instruction) -> float:
     if not crosses:
         return 0.0
     along = -(-shape.dims[_fastest(shape)] // LANES)
-    return math.prod(shape.padded_dims) / REGISTER / along
+    return _tiles(shape) / along
 
 
 def _used(computation: Computation) -> dict[str, float]:

@@ -27,29 +27,13 @@ if TYPE_CHECKING:
 PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
 FREE_TARGETS = frozenset(
-    (
-        "AllocateBuffer",
-        "ConcatBitcast",
-        "AssumeGatherIndicesInBound",
-        "AsyncCollectiveStart",
-        "AsyncCollectiveDone",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "annotate_device_placement",
-    )
+    {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"}
+    | {"AsyncCollectiveStart", "AsyncCollectiveDone", "Sharding", "SPMDFullToShardShape"}
+    | {"SPMDShardToFullShape", "annotate_device_placement"}
 )
 MOVED_TARGETS = frozenset(
-    (
-        "X64Combine",
-        "X64SplitHigh",
-        "X64SplitLow",
-        "GatherScatterIndicesBitpacked",
-        "PrepareAsyncCallStart",
-        "PrepareAsyncCallDone",
-        "SliceId",
-        "ZeroCrop",
-    )
+    {"X64Combine", "X64SplitHigh", "X64SplitLow", "GatherScatterIndicesBitpacked"}
+    | {"PrepareAsyncCallStart", "PrepareAsyncCallDone", "SliceId", "ZeroCrop"}
 )
 """Custom calls of the compiler that only move their bytes, or compute a number of the device."""
 TOP_K = "TopK"

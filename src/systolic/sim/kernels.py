@@ -14,6 +14,7 @@ from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, is_ragged, ragged_seconds, seconds_of
 from systolic.sim.calibration import constant
+from systolic.sim.estimate import slowdown_of
 from systolic.sim.incomplete import DATA
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
@@ -114,7 +115,8 @@ def _counted(
     matrix, vector = alone * matrix, alone * vector
     moved = float(counted["bytes"]) or computation_bytes(computation, call)
     steps = max(int(counted["steps"]), 1)
-    seconds = max(matrix, vector, moved / rates.hbm)
+    compute = max(matrix, vector) + slowdown_of(rates.chip.name).beside * min(matrix, vector)
+    seconds = max(compute, moved / rates.hbm)
     if steps > 1:
         seconds += (
             moved / rates.hbm / steps + steps * STEP_SECONDS

@@ -23,6 +23,8 @@ ALL_REDUCE: float = constant("network.all_reduce")
 ALL_REDUCE_OVER_RINGS: float = constant("network.all_reduce_over_rings")
 REDUCE_SCATTER: float = constant("network.reduce_scatter")
 DIE_LINKS: float = constant("network.die_links")
+DIE_SECONDS: float = constant("network.die_seconds")
+DIE_SHARE: float = constant("network.die_share")
 
 _ROUNDS = {"all-reduce": 2}
 """A reduce-scatter and an all-gather."""
@@ -220,6 +222,8 @@ class Network:
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
         fixed = self.rates.collective_seconds
+        if lanes == (DIES,) and self.rates.chip.die_to_die_bytes_per_second:
+            fixed = DIE_SECONDS
         share = _summed(kind, extent)
         return CollectiveCost(seconds + fixed, lanes, moved, max(steps, 1), share, least)
 
@@ -228,7 +232,8 @@ class Network:
         latency = sum(span.hops for span in extent.spans) * self.rates.hop_seconds
         rounds = _ROUNDS.get(kind, 1)
         if not extent.spans:  # the two dies of a chip
-            rate = self.rates.chip.die_to_die_bytes_per_second or DIE_LINKS * self.rates.link
+            published = self.rates.chip.die_to_die_bytes_per_second
+            rate = DIE_SHARE * published if published else DIE_LINKS * self.rates.link
             return rounds * whole / 2 / rate, rounds * whole / 2
         n = extent.members
         if kind == "all-to-all":

@@ -30,22 +30,9 @@ from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, window_sizes, work_of
 
 FREE = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "bitcast-convert",
-        "partition-id",
-        "replica-id",
-        "after-all",
-        "opt-barrier",
-        "add-dependency",
-        "get-dimension-size",
-        "domain",
-        "token",
-    )
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert"}
+    | {"partition-id", "replica-id", "after-all", "opt-barrier", "add-dependency"}
+    | {"get-dimension-size", "domain", "token"}
 )
 BOOKKEEPING = ("ragged-dot-metadata",)
 """Beginnings of the names of the compiler's own kernels that compute a few indices."""
@@ -144,12 +131,12 @@ def _price(
     if rule is not None and (touched > _SMALL or rule.seconds > SMALL_SECONDS):
         return _by_rule(computation, instruction, rule, work)
     if touched <= _SMALL and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
-        return OpPrice(SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
+        return _small(module, computation, instruction, work, rates)
     if opcode in _CALLED:
         by = PricedBy.bytes if instruction.target in MOVED_TARGETS else PricedBy.nothing
         missing = "" if opcode == "custom-call" else HOST_WORK
         return OpPrice(memory, Resource.hbm, by, 0.0, work.bytes, missing=missing)
-    parts = parts_of(module, computation, instruction, work, rates)
+    parts = parts_of(module, computation, instruction, work, rates, sparse)
     slow = slowdown_of(rates.chip.name)
     if cycles is None:
         seconds, by = (
@@ -160,6 +147,18 @@ def _price(
         seconds = seconds_by_cycles(cycles / rates.clock_hz, parts, slow)
         by = PricedBy.cycles if work.flops else PricedBy.bytes
     return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
+
+
+def _small(
+    module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
+) -> OpPrice:
+    """Price of an op on few bytes: the latencies of device memory, where they were measured."""
+    slow = slowdown_of(rates.chip.name)
+    if not slow.read_seconds:
+        return OpPrice(SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
+    parts = parts_of(module, computation, instruction, work, rates)
+    seconds = max(estimated_seconds(parts, slow), 1 / rates.clock_hz)
+    return OpPrice(seconds, Resource.hbm, PricedBy.bytes, 0.0, work.bytes)
 
 
 def _by_rule(
@@ -286,15 +285,8 @@ def _fused_kernel(
 _SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
 _CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
-    (
-        "gather",
-        "scatter",
-        "sort",
-        "reduce-window",
-        "select-and-scatter",
-        "rng-bit-generator",
-        "custom-call",
-    )
+    {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
+    | {"rng-bit-generator", "custom-call"}
 )
 
 

@@ -30,6 +30,8 @@ class Rates:
     """Per device, one way."""
     host: float
     """Per device, one way."""
+    scoped: float = 0.0
+    """Vector memory that the flags let one op's windows have, bytes; 0 where they don't say."""
 
     def peak(self, dtype: str) -> float:
         """Peak of a matmul with operands of that HLO dtype; f32 runs as bf16 passes."""
@@ -103,6 +105,15 @@ def asked_state(flags: Sequence[str]) -> int | None:
     return states[-1] if states else None
 
 
+_SCOPED = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
+
+
+def scoped_bytes(flags: Sequence[str]) -> float:
+    """Vector memory that the compiler's flags let one op's windows have; 0 where they don't say."""
+    sizes = [int(match[1]) for flag in flags if (match := _SCOPED.fullmatch(flag))]
+    return 1024.0 * sizes[-1] if sizes else 0.0
+
+
 def clocks(chip: Chip, power_state: int | None = None) -> tuple[float | None, float | None]:
     """Clock of a chip at a power state, its default one for None, and at that of its published peaks; Hz.
 
@@ -167,4 +178,5 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
         collective_seconds=known(chip, "measured_all_gather_fixed_seconds"),
         dcn=dcn / devices,
         host=known(chip, "pcie_bytes_per_second_per_chip") / devices,
+        scoped=scoped_bytes(flags),
     )

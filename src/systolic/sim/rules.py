@@ -30,15 +30,7 @@ UNMEASURED: float = constant("rules.unmeasured")
 HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 """Custom calls that put an array of 64-bit elements together of its 32-bit halves, or take one half."""
 _MOVES = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "bitcast-convert",
-        "copy",
-    )
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert"} | {"copy"}
 )
 
 
@@ -103,15 +95,8 @@ def ruled(
 
 
 _RULED = frozenset(
-    (
-        "sort",
-        "gather",
-        "scatter",
-        "fft",
-        "rng-bit-generator",
-        "reduce-window",
-        "select-and-scatter",
-    )
+    {"sort", "gather", "scatter", "fft", "rng-bit-generator", "reduce-window"}
+    | {"select-and-scatter"}
 )
 
 

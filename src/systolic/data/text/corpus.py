@@ -403,42 +403,10 @@ def _keys(name: str, count: int) -> np.ndarray:
 
 
 TEXT = frozenset(
-    (
-        ".txt",
-        ".md",
-        ".rst",
-        ".tex",
-        ".html",
-        ".xml",
-        ".csv",
-        ".log",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".rb",
-        ".php",
-        ".sh",
-        ".sql",
-        ".scala",
-        ".kt",
-        ".swift",
-        ".jl",
-        ".r",
-        ".lua",
-        ".toml",
-        ".yaml",
-        ".yml",
-    )
+    {".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".log", ".py", ".pyi", ".c"}
+    | {".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".php"}
+    | {".sh", ".sql", ".scala", ".kt", ".swift", ".jl", ".r", ".lua", ".toml", ".yaml"}
+    | {".yml"}
 )
 """Suffixes of files that are one document each."""
 
