@@ -24,7 +24,9 @@ def found() -> dict[str, Any]:
     return json.loads(made.stdout)
 
 
-@pytest.mark.parametrize("name", ["chunked", "backward", "loss", "loss_backward"])
+@pytest.mark.parametrize(
+    "name", ["chunked", "backward", "loss", "loss_backward", "pages", "groups"]
+)
 def test_programs_compute_the_same_by_other_ways(found: dict[str, Any], name: str) -> None:
     assert found[name] < 1e-4
 
@@ -58,3 +60,17 @@ def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
 def test_the_table_has_median_and_ninetieth_percentile(found: dict[str, Any]) -> None:
     assert found["table"].split("|")[1:5] == [" full ", " fit ", " v6e ", " k "]
     assert [float(cell.strip(" %")) for cell in found["table"].split("|")[5:9]] == [3, 20, 20, 30]
+
+
+def test_programs_of_jaxbench_have_its_shapes_and_times(found: dict[str, Any]) -> None:
+    assert found["results"] == {
+        "8p_GEMM": [8192, 28672],
+        "10p_Sparse_MoE": [2, 4096, 4096],
+        "11p_Megablox_GMM": [32768, 1536],
+        "12p_RMSNorm": [8, 4096, 8192],
+        "13p_Cross_Entropy": [],
+        "1p_flash": [4, 64, 4096, 128],
+        "3p_MLA": [4, 2048, 7168],
+        "6p_paged_decode": [64, 64, 128],
+    }
+    assert found["times"] == [0.005187, 0.005224]  # on the device, or less a call's 0.134 ms

@@ -3,7 +3,7 @@
 ``train``, ``forecast``, ``explain`` and ``plan`` take them from here; ``--flags`` adds to them or replaces them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from systolic.chips.record import Chip
@@ -11,6 +11,9 @@ from systolic.core.errors import OptionError
 
 SPELT = 2
 """Flags beside the shared ones that are spelt out in a line of figures."""
+UNRANKED = ("--xla_tpu_scoped_vmem_limit_kib",)
+"""Flags whose effect the compiler only guesses: of a matmul on v6e its cycles fall steadily from 16 to 112 MiB, and the chip is
+fastest with 64 MiB and 13 % slower with 68 (benchmarks/operations)."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
@@ -110,6 +113,14 @@ def merged(*groups: Sequence[str]) -> tuple[str, ...]:
 def name_of(flag: str) -> str:
     """``--xla_tpu_x`` of ``--xla_tpu_x=1``."""
     return flag.partition("=")[0]
+
+
+def unranked(flags: Iterable[str], shared: Chip | None = None) -> str:
+    """``the forecast can't rank …`` of flags that two programs do not share, or beyond a chip's shared set; empty where it can."""
+    known = () if shared is None else [flag.text for flag in shared_flags(shared)]
+    names = {name_of(flag) for flag in flags if flag not in known} & set(UNRANKED)
+    text = " and ".join(sorted(name.lstrip("-") for name in names))
+    return text and f"the forecast can't rank {text}, which only chips can: time it there"
 
 
 def described(flags: Sequence[str]) -> str:

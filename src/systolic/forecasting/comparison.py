@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.chips import Slice, slice
+from systolic.chips.flags import unranked
 from systolic.core.arguments import OptionWords, Required, Wording, command_of
 from systolic.core.errors import OptionError
 from systolic.core.files import read_given
@@ -250,6 +251,9 @@ def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"the first is {first}, the second {second}: part of the difference in time comes from that; forecast both the same way to compare"
         )
+    flags = [set((side.get("compiler") or {}).get("flags", ())) for side in sides]
+    if line := unranked(flags[0] ^ flags[1]):
+        lines.append(line)
     calibrations = [(side.get("calibration") or {}).get("name") for side in sides]
     if calibrations[0] != calibrations[1]:
         first, second = (f"by {name}" if name else "by none" for name in calibrations)
