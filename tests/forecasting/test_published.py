@@ -330,6 +330,13 @@ def test_paired_errors_by_hand() -> None:
     assert chips.spread([alike, unlike], 1.0) == pytest.approx(0.09531 / 2**0.5, abs=1e-5)
 
 
+def test_a_plans_tie_is_as_wide_as_close_settings_are_off() -> None:
+    stored = ask.lines(BENCHMARKS / "results" / "2026-11-28-plan-chips.jsonl")
+    fit = [group for group in chips.grouped(stored) if group[0]["half"] == "fit"]
+    assert len(fit) >= 10
+    assert chips.spread(fit) == pytest.approx(chips.PAIRED_ERROR, abs=0.0006)
+
+
 def test_settings_that_no_option_tells_apart_are_one() -> None:
     one = chips.Setting(
         id="a", family="f", series="x", slice="v5e-4", measured_seconds=1.0, options={}, flags=()

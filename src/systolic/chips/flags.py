@@ -37,7 +37,7 @@ SHARED: Sequence[Flag] = (
         text="--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
         short="no windowed einsums",
         why="weights are gathered whole, beside other work, instead of piece by piece between partial matmuls that leave the matrix units half empty",
-        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on other generations simulated only",
+        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on more than 16 chips of v5e the compiler runs their permutes synchronously (limited ICI routing), and 128B on v5e-256 takes 38 % longer by forecast; elsewhere simulated only",
         generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
     ),
     Flag(

@@ -199,7 +199,7 @@ class Plan:
         }
 
 
-PAIRED_ERROR = 0.016
+PAIRED_ERROR = 0.024
 """Standard deviation of the ratio of two forecasts of one model on one slice from that on chips, where the two are close: of the
 fit half of benchmarks/plan/chips.py."""
 
