@@ -1,5 +1,6 @@
 """Layouts that the forecast can't tell apart: the simplest is the answer, and the plan says so."""
 
+import html
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from systolic.chips.flags import UNRANKED, name_of, unranked
 from systolic.forecasting.comparison import unlike
 from systolic.job import Remat
 from systolic.planning.display import readings
+from systolic.planning.display.page import render
 from systolic.planning.display.text import lines, text
 from systolic.planning.flags import SETS
 from systolic.planning.goal import Goal, Objective
@@ -44,6 +46,7 @@ def test_of_a_tie_the_simplest_is_first() -> None:
     (line,) = [one for one in shown if "can't tell" in one]
     assert line.strip().startswith(f"1 to 3 lie within {PAIRED_ERROR:.1%}: ")
     assert len(line) <= 100
+    assert f"{line.strip()}." in html.unescape(render(made, Path("plan.json")))
 
 
 @pytest.mark.parametrize(
