@@ -12,8 +12,7 @@ from systolic.core.errors import OptionError
 SPELT = 2
 """Flags beside the shared ones that are spelt out in a line of figures."""
 UNRANKED = ("--xla_tpu_scoped_vmem_limit_kib",)
-"""Flags whose effect the compiler only guesses: of a matmul on v6e its cycles fall steadily from 16 to 112 MiB, and the chip is
-fastest with 64 MiB and 13 % slower with 68 (benchmarks/operations)."""
+"""Flags whose effect the compiler only guesses: cycles of a matmul on v6e fall steadily from 16 to 112 MiB, chips' time does not."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
@@ -37,7 +36,7 @@ SHARED: Sequence[Flag] = (
         text="--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
         short="no windowed einsums",
         why="weights are gathered whole, beside other work, instead of piece by piece between partial matmuls that leave the matrix units half empty",
-        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on more than 16 chips of v5e the compiler runs their permutes synchronously (limited ICI routing), and 128B on v5e-256 takes 38 % longer by forecast; elsewhere simulated only",
+        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on more than 16 chips of v5e the compiler runs their permutes synchronously (limited ICI routing), and 128B on v5e-256 takes 22 % longer by forecast; elsewhere simulated only",
         generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
     ),
     Flag(

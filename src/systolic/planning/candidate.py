@@ -47,10 +47,10 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, ...]:
         """Sort key: axes in use, offload, how much is recomputed, flags under trial, passes, loss chunks."""
-        of = self.layout
-        axes = sum(size > 1 for size in of.mesh_shape.values())
+        of, flags = self.layout, len(self.flags.flags)
         recomputed = of.remat is Remat.offload, list(Remat).index(of.remat)
-        return axes, *recomputed, len(self.flags.flags), of.accumulate, of.loss_chunks
+        axes = sum(size > 1 for size in of.mesh_shape.values())
+        return axes, *recomputed, flags, of.accumulate, of.loss_chunks
 
     @property
     def name(self) -> str:

@@ -200,8 +200,7 @@ class Plan:
 
 
 PAIRED_ERROR = 0.024
-"""Standard deviation of the ratio of two forecasts of one model on one slice from that on chips, where the two are close: of the
-fit half of benchmarks/plan/chips.py."""
+"""Standard deviation of the ratio of two close forecasts of one model on one slice from that on chips (benchmarks/plan/chips.py, fit half)."""
 
 
 def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
@@ -231,9 +230,9 @@ def tied_with_first(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
 
     def same(trial: Trial) -> bool:
         of, first = trial.candidate, ranked[0].candidate
-        least = _scaled(ranked[0], ratios).seconds
         alike = (of.on, of.batch, of.precision) == (first.on, first.batch, first.precision)
-        return alike and _scaled(trial, ratios).seconds <= least * (1 + PAIRED_ERROR)
+        slower = _scaled(trial, ratios).seconds / _scaled(ranked[0], ratios).seconds
+        return alike and slower <= 1 + PAIRED_ERROR
 
     return [trial for trial in ranked if same(trial)]
 

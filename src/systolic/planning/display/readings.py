@@ -193,8 +193,7 @@ def command(plan: Plan, path: Path | None, number: int = 1) -> str:
 
 def tie(plan: Plan) -> str:
     """``1 to 3 lie within 4 %: …``; empty where the forecast can tell the best from the others."""
-    ranks = plan.tie
-    if not ranks:
+    if not (ranks := plan.tie):
         return ""
     named = f"1 {'and' if len(ranks) == 2 else 'to'} {ranks[-1]}"
     if ranks[-1] > len(ranks):

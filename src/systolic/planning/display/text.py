@@ -87,8 +87,7 @@ def text(note: PlanNote) -> str:
         case FullCompileRatio():
             return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of the time by their schedules; the others are ranked with the same ratio"
         case BaseFlags():
-            guessed = unranked(note.flags, chip(note.chip))
-            more = f"; {guessed}" if guessed else ""
+            more = f"; {line}" if (line := unranked(note.flags, chip(note.chip))) else ""
             return f"every program on {note.chip} is compiled with {described(note.flags)}; systolic chips {note.chip} gives the reasons, --flags changes them{more}"
         case ChipNotCompiled():
             why = note.reason or "the search ended before it came to one"
