@@ -1,8 +1,9 @@
 """Pairs of steps with one setting changed, as two jobs: what stands in the text of a base and of a change, by rule."""
 
 import re
+import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,8 @@ def _flags(text: str) -> tuple[str, ...]:
     flags: tuple[str, ...] = ()
     if "only scoped" in text:
         flags = tuple(xla_flags.GROUPS["DENSE_VMEM_LIMIT_FLAG"])
+    elif "128B v5e" in text:
+        flags = xla_flags.MAXTEXT_128B_V5E
     elif "8b" in text and "context parallel" not in text:
         flags = xla_flags.recipe()  # what the runs that state their flags have
     if re.search(r"no[- ]scan", text):
@@ -379,3 +382,13 @@ _CHANGES: tuple[tuple[str, Callable[[Setting, re.Match[str]], tuple[Setting, Set
     (r"MaxText recipe flags", _recipe),
 )
 """Patterns of a change and what they do to the base; the first that fits."""
+
+
+def spearman(one: Sequence[float], two: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank."""
+
+    def ranked(values: Sequence[float]) -> list[float]:
+        order = sorted(values)
+        return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
+
+    return statistics.correlation(ranked(one), ranked(two))

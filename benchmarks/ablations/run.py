@@ -127,21 +127,11 @@ def ranks(judged: Sequence[Mapping[str, Any]]) -> list[str]:
     for family in dict.fromkeys(r["family"] for r in judged):
         group = [r for r in judged if r["family"] == family]
         if len(group) >= FEWEST:
-            value = spearman(
+            value = published.spearman(
                 [r["measured_delta"] for r in group], [r["forecast_delta"] for r in group]
             )
             lines.append(f"- {family}: rank correlation {value:.2f} over {len(group)} pairs")
     return lines
-
-
-def spearman(one: Sequence[float], two: Sequence[float]) -> float:
-    """Spearman's rank correlation; ties share their mean rank."""
-
-    def ranked(values: Sequence[float]) -> list[float]:
-        order = sorted(values)
-        return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
-
-    return statistics.correlation(ranked(one), ranked(two))
 
 
 def chosen(asked: argparse.Namespace) -> list[Record]:

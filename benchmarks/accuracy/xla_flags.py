@@ -70,6 +70,35 @@ RECIPE = (
 """What MaxText's recipes of Llama 3.1 8B and Qwen3 8B on v6e name, without SparseCores."""
 README = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
 """The flags of torchprime's README, as groups."""
+MAXTEXT_128B_V5E = (
+    "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
+    "--xla_tpu_data_parallel_opt_different_sized_ops=true",
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+    NO_WINDOWS,
+)
+"""MaxText/configs/v5e/128b.sh, without windowed einsums: on more than 16 chips of v5e today's compiler can't begin their permutes
+asynchronously (limited ICI routing), so that each partial matmul waits for its window."""
+WITHOUT_WINDOWS = (
+    "windowed einsums turned off: today's compiler runs their permutes synchronously on v5e"
+)
+"""Departure of the runs with :data:`MAXTEXT_128B_V5E`."""
+TORCHPRIME_405B = (
+    "--xla_enable_async_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_decompose_all_gather_einsum=true",
+    "--xla_tpu_decompose_einsum_reduce_scatter=true",
+    "--xla_tpu_scoped_vmem_limit_kib=98304",
+    "--xla_tpu_spmd_rng_bit_generator_unsafe=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_tpu_use_enhanced_launch_barrier=true",
+)
+"""Of torchprime's README of February 2025 for 405B on two slices, with a global batch of 128."""
 IMAGE = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER"
 """LIBTPU_INIT_ARGS of torchprime's image (torchprime/launcher/Dockerfile), in which its runs and those of its CI start."""
 
@@ -133,6 +162,12 @@ def recipe() -> tuple[str, ...]:
 def of_record(record: Mapping[str, Any], unknown: list[str]) -> list[str]:
     """The flags that a record states; those of its trainer's image where it states none."""
     text = record.get("xla_flags") or ""
+    early = "early version" in str((record.get("source") or {}).get("path"))
+    if early and "405b" in record["id"]:
+        return list(TORCHPRIME_405B)
+    if not text and "MaxText 128B" in str(record.get("model")) and record["generation"] == "v5e":
+        unknown.append(WITHOUT_WINDOWS)
+        return list(MAXTEXT_128B_V5E)
     if not text and str(record["id"]).startswith("torchprime"):
         text = IMAGE
     return stated(text, unknown)

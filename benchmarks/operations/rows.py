@@ -11,6 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import attention
 import grouped
+import jaxbench
 import layers
 import losses
 import products
@@ -37,6 +38,7 @@ _MAKERS = {
     "layer_norm_vjp": layers.program,
     "gated_linear_unit": layers.program,
     "triangle_multiplication": layers.program,
+    jaxbench.WHAT: jaxbench.program,
 }
 _COLLECTIVES = {
     ("all-gather", "tpu7x"): "tpu7x-8",

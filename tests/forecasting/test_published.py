@@ -41,6 +41,7 @@ import xla_flags  # noqa: E402
 accuracy = _load("accuracy", "run")
 ablations = _load("ablations", "run")
 buckets = _load("buckets", "run")
+chips = _load("plan", "chips")
 RECORDS = json.loads(rows.PUBLISHED.read_text())
 PAIRS = json.loads((BENCHMARKS / "ablations" / "published.json").read_text())
 
@@ -283,8 +284,91 @@ def test_signs_and_ranks_by_hand() -> None:
     assert "| b | judge | -3.0% | +4.0% | WRONG |" in text
     near = records[1] | {"before_seconds": 4.0, "after_recomputed_seconds": 0.5}
     assert "WRONG, XLA recomputes on one side to fit" in ablations.table([near])
-    assert ablations.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
-    assert ablations.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert pairs.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
+    assert pairs.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]) == pytest.approx(1.0)
+
+
+def _setting(name: str, measured: float, forecast: float, rows: int = 4) -> dict[str, Any]:
+    times = {"measured_seconds": measured, "forecast_seconds": forecast, "problem": None}
+    return {"id": name, "series": "x", "half": "fit", "examples": rows} | times
+
+
+def test_a_pick_and_its_regret_by_hand() -> None:
+    # A second of four rows, and 2.2 of eight: 0.25 and 0.275 a row measured, 0.3 and 0.25 forecast.
+    group = [
+        _setting("a", 1.0, 1.2),
+        _setting("b", 2.2, 2.0, rows=8),
+        _setting("c", 1.2, 1.3),
+    ]
+    found = chips.verdict(group)
+    assert (found.pick, found.settings) == ("b", 3)
+    assert found.regret == pytest.approx(0.1)
+    assert found.spearman == pytest.approx(0.5)  # 1, 2, 3 against 2, 1, 3
+    assert (found.apart, found.right) == (3, 2)
+    # Of picks that tie the slowest counts.
+    tied = [_setting("a", 1.0, 1.2), _setting("b", 1.1, 1.2), _setting("c", 1.2, 1.3)]
+    assert chips.verdict(tied).regret == pytest.approx(0.1)
+    assert found.simplest == found.regret  # of another batch no setting ties with it
+    assert "| x | fit | 3 | b | 10.0% | 10.0% | 0.50 | 2 of 3 |" in chips.table(group)
+    near = 1.2 * (1 + chips.PAIRED_ERROR / 2)
+    flagged = _setting("a", 1.0, 1.2) | {"flags": ["--xla_x=1"]}
+    one, two = {"fsdp": 8, "remat": "full"}, {"fsdp": 4, "tensor": 2, "remat": "none"}
+    fast = flagged | {"layout": two}
+    assert chips.complexity(flagged | {"layout": one}) < chips.complexity(fast)
+    plain = _setting("b", 1.05, near) | {"layout": one}
+    assert chips.verdict([fast, plain, _setting("c", 1.2, 1.3)]).simplest == pytest.approx(0.05)
+
+
+def test_paired_errors_by_hand() -> None:
+    # Both 10 % too slow: nothing between them. One of two 10 % too slow: ln 1.1, once.
+    alike = [_setting("a", 1.0, 1.1), _setting("b", 2.0, 2.2)]
+    unlike = [_setting("a", 1.0, 1.1), _setting("b", 2.0, 2.0)]
+    assert chips.paired_errors(alike, 1.0) == [pytest.approx(0.0)]
+    assert chips.paired_errors(alike) == []  # 2.2 is not near 1.1
+    assert chips.spread([alike]) == 0.0
+    assert chips.spread([unlike], 1.0) == pytest.approx(0.09531, abs=1e-5)
+    assert chips.spread([alike, unlike], 1.0) == pytest.approx(0.09531 / 2**0.5, abs=1e-5)
+
+
+def test_a_plans_tie_is_as_wide_as_close_settings_are_off() -> None:
+    stored = ask.lines(BENCHMARKS / "results" / "2026-11-28-plan-chips.jsonl")
+    fit = [group for group in chips.grouped(stored) if group[0]["half"] == "fit"]
+    assert len(fit) >= 10
+    assert chips.spread(fit) == pytest.approx(chips.PAIRED_ERROR, abs=0.0006)
+
+
+def test_settings_that_no_option_tells_apart_are_one() -> None:
+    one = chips.Setting(
+        id="a", family="f", series="x", slice="v5e-4", measured_seconds=1.0, options={}, flags=()
+    )
+
+    def job(seconds: float, batch: int) -> Any:
+        return chips.replace(one, measured_seconds=seconds, options={"batch": batch})
+
+    settings = [job(1.0, 4), job(1.02, 4), job(2.0, 8), job(3.0, 12), job(4.0, 16), job(5.0, 16)]
+    (group,) = chips.series(settings).values()
+    assert [setting.measured_seconds for setting in group] == [1.01, 2.0, 3.0]
+    assert chips.series(settings[:3]) == {}  # two are no series
+
+
+def test_families_lie_whole_in_one_half() -> None:
+    halves: dict[str, set[str]] = {}
+    for setting in chips.of_ablations(chips.ROOT / "ablations" / "published.json"):
+        halves.setdefault(setting.family, set()).add(chips.half(setting.family))
+        assert chips.SQUARE not in setting.options
+    assert len(halves) >= 4
+    assert all(len(names) == 1 for names in halves.values())
+
+
+def test_flags_of_scripts_that_records_name_only() -> None:
+    early = next(r for r in RECORDS if r["id"] == "torchprime-2xv6e-256-llama3.1-405b-gbs128")
+    assert xla_flags.of_record(early, []) == list(xla_flags.TORCHPRIME_405B)
+    departures: list[str] = []
+    record = {"id": "m", "model": "MaxText 128B (global_parameter_scale=128)", "generation": "v5e"}
+    assert xla_flags.NO_WINDOWS in xla_flags.of_record(record, departures)
+    assert departures == [xla_flags.WITHOUT_WINDOWS]
+    assert xla_flags.of_record({**record, "generation": "v5p"}, []) == []
+    assert _pair("maxtext-128b-v5e-offload").before.flags == xla_flags.MAXTEXT_128B_V5E
 
 
 def test_buckets_by_hand() -> None:

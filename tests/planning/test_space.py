@@ -83,7 +83,7 @@ def test_changes_divide_and_change_one_thing() -> None:
     base = next(candidates(job, slice("v6e-4"), Freedom()))
     wanted = changes(job, base)
     found = [change.on(base) for change in wanted]
-    elsewhere = {"data-parallel-overlap", "host-overlap", "v6e-mixture"}
+    elsewhere = {"data-parallel-overlap", "host-overlap"}
     assert {one.flags.name for one in found} == {"default"} | {
         s.name for s in SETS if "v6e" in s.generations
     } - elsewhere
@@ -174,11 +174,3 @@ def test_fewer_tiles_and_passes_are_tried_where_memory_allows() -> None:
     last = replace(base, layout=replace(base.layout, loss_chunks=2, accumulate=1))
     made = [change.on(last).layout for change in changes(job, last, tight=False)]
     assert {one.loss_chunks for one in made} == {1, 2}
-
-
-def test_flags_of_mixtures_are_for_mixtures() -> None:
-    for experts, expected in ((1, False), (8, True)):
-        job = decoder_job(experts=experts)
-        base = next(candidates(job, slice("v6e-4"), Freedom()))
-        names = {change.flags.name for change in changes(job, base)}
-        assert ("v6e-mixture" in names) is expected

@@ -142,6 +142,41 @@ def of_traced(traced: Any, work: Any, estimate: Any) -> dict[str, list[float]]:
     return found
 
 
+def of_jaxbench(jaxbench: Any, rows: Any) -> dict[str, Any]:
+    """Results of its programs, pages against the same keys in a row, groups of one expert against a product, and its times."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(keys[0], (2, 4, 8))
+    k_pages, v_pages = (jax.random.normal(key, (6, 4, 2, 8)) for key in keys[1:])
+    numbers, lengths = jax.numpy, [11, 9]
+    pages = numbers.array([[5, 0, 3], [1, 2, 4]])
+    made = jaxbench.paged_decode(q, k_pages, v_pages, numbers.array(lengths), pages)
+    wanted = []
+    for row, length in enumerate(lengths):
+        k, v = (some[pages[row]].reshape(12, 2, 8)[:length] for some in (k_pages, v_pages))
+        scores = numbers.einsum("gqd,kgd->gqk", q[row].reshape(2, 2, 8), k) / 8**0.5
+        out = numbers.einsum("gqk,kgd->gqd", jax.nn.softmax(scores), v)
+        wanted.append(out.reshape(4, 8))
+    rows_of, experts = (
+        jax.random.normal(keys[0], (1724, 8)),
+        jax.random.normal(keys[1], (2, 8, 4)),
+    )
+    both = numbers.concatenate([rows_of[:700] @ experts[0], rows_of[700:1500] @ experts[1]])
+    grouped = jaxbench.grouped(rows_of, experts, numbers.array([700, 800]))
+    shapes = {}
+    for name in jaxbench.PROGRAMS:
+        row = {"what": jaxbench.WHAT, "shapes": {"program": name}, "generation": "v6e", "notes": ""}
+        function, arguments, _ = rows.program_of(row, 1)
+        shapes[name] = list(jax.eval_shape(function, *arguments).shape)
+    told = {"program": "8p_GEMM", "chip": "v6e", "wall_ms": 5.358}
+    times = [{**told, "device_ms": on} for on in (5.187, None)]
+    return {
+        "pages": float(apart(made, wanted)),
+        "groups": float(apart([grouped[:1500]], [both])),
+        "results": shapes,
+        "times": [row["measured_seconds"] for row in jaxbench.rows({"rows": times})],
+    }
+
+
 def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
@@ -160,6 +195,7 @@ def main() -> None:
             import_module("systolic.sim.work"),
             import_module("systolic.sim.estimate"),
         ),
+        **of_jaxbench(import_module("jaxbench"), import_module("rows")),
         "table": table.splitlines()[-1],
     }
     print(json.dumps(found))

@@ -24,7 +24,9 @@ def found() -> dict[str, Any]:
     return json.loads(made.stdout)
 
 
-@pytest.mark.parametrize("name", ["chunked", "backward", "loss", "loss_backward"])
+@pytest.mark.parametrize(
+    "name", ["chunked", "backward", "loss", "loss_backward", "pages", "groups"]
+)
 def test_programs_compute_the_same_by_other_ways(found: dict[str, Any], name: str) -> None:
     assert found[name] < 1e-4
 
@@ -70,3 +72,17 @@ def test_an_op_of_a_profile_does_the_work_that_its_line_and_the_profile_say(
     assert found["traced"]["sum"] == [0, 5 * size, 2 * size]
     # Of the result 64 lanes lie as 128.
     assert found["traced"]["copy"][2] == 2 * 4 * size
+
+
+def test_programs_of_jaxbench_have_its_shapes_and_times(found: dict[str, Any]) -> None:
+    assert found["results"] == {
+        "8p_GEMM": [8192, 28672],
+        "10p_Sparse_MoE": [2, 4096, 4096],
+        "11p_Megablox_GMM": [32768, 1536],
+        "12p_RMSNorm": [8, 4096, 8192],
+        "13p_Cross_Entropy": [],
+        "1p_flash": [4, 64, 4096, 128],
+        "3p_MLA": [4, 2048, 7168],
+        "6p_paged_decode": [64, 64, 128],
+    }
+    assert found["times"] == [0.005187, 0.005224]  # on the device, or less a call's 0.134 ms

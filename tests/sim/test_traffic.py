@@ -132,3 +132,36 @@ def test_a_decode_step_takes_its_weights_and_its_cache_once() -> None:
     moved = sum(span.bytes * times for span, times in made.leaves() if span.resource.value == "hbm")
     assert moved == pytest.approx(weights + cache, rel=0.05)
     assert floor < made.seconds < 2 * floor
+
+
+WINDOWS = """\
+%pick (p: bf16[2048,1,10240], at: s32[]) -> bf16[2048,2,640] {
+  %p = bf16[2048,1,10240]{2,0,1:T(8,128)(2,1)} parameter(0)
+  %at = s32[]{:T(128)S(6)} parameter(1)
+  %low = bf16[] constant(-inf)
+  %zero = s32[] constant(0)
+  %wide = bf16[2048,2,10240]{2,0,1:T(8,128)(2,1)} pad(%p, %low), padding=0_0x1_0x0_0
+  ROOT %two = bf16[2048,2,640]{2,0,1:T(8,128)(2,1)} dynamic-slice(%wide, %zero, %zero, %at), dynamic_slice_sizes={2048,2,640}
+}
+
+%window (p: bf16[2048,1,10240], at: s32[]) -> bf16[2048,640] {
+  %p = bf16[2048,1,10240]{2,0,1:T(8,128)(2,1)} parameter(0)
+  %at = s32[]{:T(128)S(6)} parameter(1)
+  %two = bf16[2048,2,640]{2,0,1:T(8,128)(2,1)} fusion(%p, %at), kind=kLoop, calls=%pick
+  %low = bf16[] constant(-inf)
+  ROOT %o = bf16[2048,640]{1,0:T(8,128)(2,1)S(1)} reduce(%two, %low), dimensions={1}, to_apply=%max
+}
+
+"""
+
+
+def test_of_a_padded_operand_a_window_is_read_without_its_padding() -> None:
+    # As XLA takes one of sixteen windows of an einsum in a loop: of the two halves of the slice one is padding.
+    found = moved(
+        """\
+  %x = bf16[2048,1,10240]{2,0,1:T(8,128)(2,1)} parameter(0)
+  %at = s32[]{:T(128)S(6)} parameter(1)
+  ROOT %it = bf16[2048,640]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %at), kind=kLoop, calls=%window""",
+        WINDOWS,
+    )
+    assert found == 2048 * 640 * 2

@@ -3,7 +3,7 @@
 ``train``, ``forecast``, ``explain`` and ``plan`` take them from here; ``--flags`` adds to them or replaces them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from systolic.chips.record import Chip
@@ -11,6 +11,8 @@ from systolic.core.errors import OptionError
 
 SPELT = 2
 """Flags beside the shared ones that are spelt out in a line of figures."""
+UNRANKED = ("--xla_tpu_scoped_vmem_limit_kib",)
+"""Flags whose effect the compiler only guesses: cycles of a matmul on v6e fall steadily from 16 to 112 MiB, chips' time does not."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
@@ -34,7 +36,7 @@ SHARED: Sequence[Flag] = (
         text="--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
         short="no windowed einsums",
         why="weights are gathered whole, beside other work, instead of piece by piece between partial matmuls that leave the matrix units half empty",
-        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on other generations simulated only",
+        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on more than 16 chips of v5e the compiler runs their permutes synchronously (limited ICI routing), and 128B on v5e-256 takes 22 % longer by forecast; elsewhere simulated only",
         generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
     ),
     Flag(
@@ -110,6 +112,14 @@ def merged(*groups: Sequence[str]) -> tuple[str, ...]:
 def name_of(flag: str) -> str:
     """``--xla_tpu_x`` of ``--xla_tpu_x=1``."""
     return flag.partition("=")[0]
+
+
+def unranked(flags: Iterable[str], shared: Chip | None = None) -> str:
+    """``the forecast can't rank …`` of flags that two programs do not share, or beyond a chip's shared set; empty where it can."""
+    known = () if shared is None else [flag.text for flag in shared_flags(shared)]
+    names = {name_of(flag) for flag in flags if flag not in known} & set(UNRANKED)
+    text = " and ".join(sorted(name.lstrip("-") for name in names))
+    return text and f"the forecast can't rank {text}, which only chips can: time it there"
 
 
 def described(flags: Sequence[str]) -> str:

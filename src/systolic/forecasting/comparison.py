@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from systolic.chips import Slice, slice
+from systolic.chips.flags import unranked
 from systolic.core.arguments import OptionWords, Required, Wording, command_of
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import read_given
@@ -61,6 +62,7 @@ class _CalibrationName(msgspec.Struct, frozen=True):
 class _Versions(msgspec.Struct, frozen=True, omit_defaults=True):
     libtpu: str | None = None
     jax: str | None = None
+    flags: tuple[str, ...] = ()
 
 
 class ComparedForecast(msgspec.Struct, frozen=True):
@@ -316,6 +318,9 @@ def unlike(before: ComparedForecast, after: ComparedForecast) -> list[str]:
         lines.append(
             f"the first is {first}, the second {second}: part of the difference in time comes from that; forecast both the same way to compare"
         )
+    flags = [set() if side.compiler is None else set(side.compiler.flags) for side in sides]
+    if line := unranked(flags[0] ^ flags[1]):
+        lines.append(line)
     calibrations = [None if side.calibration is None else side.calibration.name for side in sides]
     if calibrations[0] != calibrations[1]:
         first, second = (f"by {name}" if name else "by none" for name in calibrations)

@@ -7,7 +7,7 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.chips.flags import merged
-from systolic.job import Batch, Job, Layout, Precision
+from systolic.job import Batch, Job, Layout, Precision, Remat
 from systolic.job.layout import Group, fields_of, group_of
 from systolic.planning.flags import DEFAULT, FlagSet, joined
 
@@ -43,6 +43,14 @@ class Candidate:
         layout = self.layout
         ways = layout.batch_ways * layout.context * layout.tensor * layout.pipeline
         return self.batch / (ways * layout.accumulate)
+
+    @property
+    def complexity(self) -> tuple[int, ...]:
+        """Sort key: axes in use, offload, how much is recomputed, flags under trial, passes, loss chunks."""
+        of, flags = self.layout, len(self.flags.flags)
+        recomputed = of.remat is Remat.offload, list(Remat).index(of.remat)
+        axes = sum(size > 1 for size in of.mesh_shape.values())
+        return axes, *recomputed, flags, of.accumulate, of.loss_chunks
 
     @property
     def name(self) -> str:

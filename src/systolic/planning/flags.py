@@ -9,15 +9,13 @@ from systolic.chips.flags import merged, name_of, shared_flags
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlagSet:
-    """Flags that belong together."""
+    """Flags that belong together; none that :data:`systolic.chips.flags.UNRANKED` has."""
 
     name: str
     flags: tuple[str, ...]
     why: str
     generations: tuple[str, ...]
     """Chip generations that it is for."""
-    mixtures: bool = False
-    """Only for models with experts."""
     most_chips: int = 10**6
     """Chips of a slice up to which it is tried early; on larger ones after the other sets."""
 
@@ -54,7 +52,6 @@ SETS: Sequence[FlagSet] = (
     FlagSet(
         name="v6e-dense",
         flags=(
-            "--xla_tpu_scoped_vmem_limit_kib=98304",
             "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
             "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
             "--xla_tpu_assign_all_reduce_scatter_layout=true",
@@ -62,15 +59,8 @@ SETS: Sequence[FlagSet] = (
             *_ASYNC,
             *_HOST,
         ),
-        why="what the published v6e recipes for dense models share: most of VMEM for a fusion, collectives and host transfers beside matmuls",
+        why="what the published v6e recipes for dense models share: collectives and host transfers beside matmuls",
         generations=("v6e",),
-    ),
-    FlagSet(
-        name="v6e-mixture",
-        flags=("--xla_tpu_scoped_vmem_limit_kib=81920", *_SUMS, *_ASYNC),
-        why="what the published v6e recipes for mixtures share: less of VMEM for a fusion than dense models take, and no flags for host transfers",
-        generations=("v6e",),
-        mixtures=True,
     ),
     FlagSet(
         name="whole-gathers",
@@ -109,7 +99,6 @@ def sets_for(
     offloads: bool = False,
     base: FlagSet = DEFAULT,
     have: Sequence[str] = (),
-    mixture: bool = False,
 ) -> list[FlagSet]:
     """Flag sets to compile on a slice, besides the default; the likeliest to help first.
 
@@ -119,7 +108,6 @@ def sets_for(
         base: The set they are added to; a set that only gives other values to a part of it is left out.
         have: Flags that are set already. A set that changes nothing is left out, as is one that only
             gives other values to flags that the user has set.
-        mixture: Whether the model has experts.
     """
     parts = base.name.split(_PLUS)
     chosen = [_names(flag_set.flags) for flag_set in SETS if flag_set.name in parts]
@@ -130,7 +118,6 @@ def sets_for(
         for flag_set in SETS
         if on.chip.name in flag_set.generations
         and on.num_chips > 1
-        and (mixture or not flag_set.mixtures)
         and (flag_set.name != "data-parallel-overlap" or on.num_slices > 1)
         and (flag_set.name != "host-overlap" or offloads)
         and _names(flag_set.flags) not in chosen

@@ -107,8 +107,15 @@ class Plan:
 
     @property
     def ranking(self) -> list[Trial]:
-        """Trials that fit and meet the limits, best first."""
-        return ranking(self.tried, self.goal)
+        """Trials that fit and meet the limits, best first; of a tie the simplest."""
+        return simplest_first(self.tried, self.goal)
+
+    @property
+    def tie(self) -> list[int]:
+        """Ranks, from 1, of the layouts that the forecast can't tell from the fastest; empty where it can."""
+        tied = {id(trial) for trial in tied_with_first(self.tried, self.goal)}
+        ranks = [rank for rank, trial in enumerate(self.ranking, 1) if id(trial) in tied]
+        return ranks if len(ranks) > 1 else []
 
     @property
     def best(self) -> Trial | None:
@@ -150,6 +157,7 @@ class Plan:
                 {"slice": r.on.name, "layout": r.layout, "rule": r.rule.value, "reason": r.reason}
                 for r in self.refused
             ],
+            "tie": {"within": PAIRED_ERROR, "candidates": tie} if (tie := self.tie) else None,
             "margin": None if self.margin is None else self.margin.to_json(),
             "wall": None if self.wall is None else self.wall.to_json(),
             "searched": self.searched,
@@ -191,6 +199,10 @@ class Plan:
         }
 
 
+PAIRED_ERROR = 0.024
+"""Standard deviation of the ratio of two close forecasts of one model on one slice from that on chips (benchmarks/plan/chips.py, fit half)."""
+
+
 def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
     """Trials that fit and meet the goal's limits, best first.
 
@@ -199,14 +211,37 @@ def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
     ratios = full_over_schedule(tried)
 
     def score(trial: Trial) -> float:
-        assert trial.total is not None
-        known = 1.0 if trial.full else ratios.get(trial.candidate.on.chip.name, 1.0)
-        return goal.score(trial.total.times(known))
+        return goal.score(_scaled(trial, ratios))
 
     good = [trial for trial in tried if trial.total is not None and trial.broken is None]
     if goal.objective is Objective.fit:
         return sorted(good, key=lambda trial: (*size(trial.candidate.on, goal), score(trial)))
     return sorted(good, key=score)
+
+
+def _scaled(trial: Trial, ratios: Mapping[str, float]) -> Total:
+    assert trial.total is not None
+    return trial.total.times(1.0 if trial.full else ratios.get(trial.candidate.on.chip.name, 1.0))
+
+
+def tied_with_first(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
+    """The first of a ranking, and the layouts of its slice, batch and precision within :data:`PAIRED_ERROR` of it."""
+    ratios, ranked = full_over_schedule(tried), ranking(tried, goal)
+
+    def same(trial: Trial) -> bool:
+        of, first = trial.candidate, ranked[0].candidate
+        alike = (of.on, of.batch, of.precision) == (first.on, first.batch, first.precision)
+        slower = _scaled(trial, ratios).seconds / _scaled(ranked[0], ratios).seconds
+        return alike and slower <= 1 + PAIRED_ERROR
+
+    return [trial for trial in ranked if same(trial)]
+
+
+def simplest_first(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
+    """The ranking, with what ties with its first by simplicity; others keep their places."""
+    tied = tied_with_first(tried, goal)
+    members, turns = set(map(id, tied)), iter(sorted(tied, key=lambda t: t.candidate.complexity))
+    return [next(turns) if id(t) in members else t for t in ranking(tried, goal)]
 
 
 def size(on: Slice, goal: Goal) -> tuple[int, float, str]:

@@ -32,7 +32,7 @@ from systolic.planning.enumeration import Judge, Kind, Neighbour, Ranked, Survey
 from systolic.planning.flags import joined
 from systolic.planning.goal import Goal, Limits, days
 from systolic.planning.margin import margin_of
-from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
+from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking, simplest_first
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.variants import like
 from systolic.sim.incomplete import NOTHING, Given
@@ -292,19 +292,18 @@ class Search:
             )
             for name, ranked in nearest.items()
         ]
-        best, margin = self.best(), None
-        if best is not None and self._ended:
-            margin = margin_of(self._judge, best, self.not_compiled)
-        return Plan(
+        plan = Plan(
             facts=self.facts,
             goal=self.goal,
-            margin=margin,
             tried=tuple(self.tried),
             refused=(*self._survey.refused, *waiting),
             searched=self._survey.searched,
             seconds=time.monotonic() - self._began,
             stopped=self.stopped,
         )
+        if plan.best is None or not self._ended:
+            return plan
+        return replace(plan, margin=margin_of(self._judge, plan.best, self.not_compiled))
 
     def _not_compiled(self, ranked: Ranked) -> str:
         """Reason that a slice's most promising layout was not compiled."""
@@ -585,7 +584,8 @@ class Search:
         began = time.monotonic()
         running, most = self._finalists, self.limits.finalists
         while True:
-            for trial in self.leaders()[:most]:
+            simplest = simplest_first(self.tried, self.goal) or self.leaders()
+            for trial in simplest[:most]:
                 room = len(submitted) < most and len(running) < self.limits.at_once
                 new = trial.depth is CompileDepth.schedule and trial.candidate not in submitted
                 if new and room and not self._late():

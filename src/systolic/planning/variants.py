@@ -26,11 +26,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     flags = [
         Change(flags=flag_set)
         for flag_set in sets_for(
-            candidate.on,
-            layout.remat is Remat.offload,
-            candidate.flags,
-            candidate.base,
-            known is not None and known.routed > 0,
+            candidate.on, layout.remat is Remat.offload, candidate.flags, candidate.base
         )
     ]
     blocks: list[Change] = []

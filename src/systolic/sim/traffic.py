@@ -153,14 +153,14 @@ def _reading(module: Module, inner: Computation, value: Instruction, size: float
             if use.opcode == "get-tuple-element":
                 if index is None or use.tuple_index == index:
                     todo.append((use, None))
-            elif use.opcode in _RENAMES:
+            elif use.opcode in _RENAMES or use.opcode == "pad":
                 todo.append((use, None))
             elif use.opcode == "tuple":
                 todo.extend((use, n) for n, name in enumerate(use.operands) if name == at.name)
             elif use.opcode in UPDATES and at.name in buffers_of(use):
                 todo.append((use, None))
             elif use.opcode in _SLICES and use.operands[0] == at.name:
-                reads.bytes += use.shape.padded_bytes
+                reads.bytes += use.shape.padded_bytes * _unpadded(inner, at, use)
             elif use.opcode == "fusion":
                 more, passed = _nested(module, use, at.name, size)
                 reads.bytes += more
@@ -168,6 +168,14 @@ def _reading(module: Module, inner: Computation, value: Instruction, size: float
             elif use.opcode not in COLLECTIVES and use.target not in _PASSING:
                 reads.bytes += size
     return reads
+
+
+def _unpadded(inner: Computation, value: Instruction, part: Instruction) -> float:
+    """Share of a slice of a value that is no padding, as windows of an einsum have it."""
+    if value.opcode != "pad":
+        return 1.0
+    whole = inner.index[value.operands[0]].shape.dims
+    return math.prod(min(n / m, 1.0) for m, n in zip(part.shape.dims, whole, strict=True))
 
 
 def _nested(module: Module, fusion: Instruction, name: str, size: float) -> tuple[float, list[int]]:

@@ -241,6 +241,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "legend": [] if drawn is None else _legend(plan, colours, drawn),
         "rows": ranking[:ROWS],
         "more": max(len(ranking) - ROWS, 0),
+        "tie": readings.tie(plan),
         "colours": colours,
         "percent": figures.percent,
         "plural": figures.plural,

@@ -12,7 +12,7 @@ from systolic.forecasting.display import readings
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Objective, PriceTerm, days
-from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
+from systolic.planning.plan import PAIRED_ERROR, CompileDepth, Plan, SearchStop, Trial, reason_of
 from systolic.planning.space import RefusalRule, Refused
 from systolic.planning.wall import Wall
 from systolic.report import figures
@@ -189,6 +189,16 @@ def command(plan: Plan, path: Path | None, number: int = 1) -> str:
         return f"systolic.train(job, plan=plan{more})"
     words = ["systolic", "train", plan.target, "--plan", str(path or PLAN)]
     return shlex.join([*words, *(["--candidate", str(number)] if number > 1 else [])])
+
+
+def tie(plan: Plan) -> str:
+    """``1 to 3 lie within 4 %: …``; empty where the forecast can tell the best from the others."""
+    if not (ranks := plan.tie):
+        return ""
+    named = f"1 {'and' if len(ranks) == 2 else 'to'} {ranks[-1]}"
+    if ranks[-1] > len(ranks):
+        named = f"1 and {figures.plural(len(ranks) - 1, 'other')} of its slice"
+    return f"{named} lie within {PAIRED_ERROR:.1%}: the forecast can't tell them apart, so the simplest is first"
 
 
 def rows(plan: Plan) -> list[RankingRow]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from systolic.chips.flags import described
+from systolic.chips import chip
+from systolic.chips.flags import described, unranked
 from systolic.core.units import plural, si
 from systolic.planning.display import readings
 from systolic.planning.display.readings import RankingRow
@@ -86,7 +87,8 @@ def text(note: PlanNote) -> str:
         case FullCompileRatio():
             return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of the time by their schedules; the others are ranked with the same ratio"
         case BaseFlags():
-            return f"every program on {note.chip} is compiled with {described(note.flags)}; systolic chips {note.chip} gives the reasons, --flags changes them"
+            more = f"; {line}" if (line := unranked(note.flags, chip(note.chip))) else ""
+            return f"every program on {note.chip} is compiled with {described(note.flags)}; systolic chips {note.chip} gives the reasons, --flags changes them{more}"
         case ChipNotCompiled():
             why = note.reason or "the search ended before it came to one"
             return f"no slice of {note.chip} was compiled; {why}"
@@ -182,6 +184,8 @@ def _table(plan: Plan, width: int) -> list[Text]:
     parts = [front, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
     if text := "; ".join(part for part in parts if part):
         shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
+    if tie := readings.tie(plan):
+        shown.append(_cut(Text(f"{'':<{marks + 2}}{tie}"), width))
     return shown
 
 
