@@ -343,8 +343,10 @@ def unlike(before: ComparedForecast, after: ComparedForecast) -> list[str]:
 
 def _versions(forecast: ComparedForecast) -> str:
     """``libtpu 0.0.42.1, jax 0.10.2``, as far as they are known."""
-    versions = {} if forecast.compiler is None else msgspec.to_builtins(forecast.compiler)
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    if forecast.compiler is None:
+        return ""
+    versions = {"libtpu": forecast.compiler.libtpu, "jax": forecast.compiler.jax}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
 def _table(
