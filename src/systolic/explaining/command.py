@@ -20,7 +20,7 @@ from systolic.core.reporter import working
 from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.recipes.jobs.source import JobSource, source_of
-from systolic.runs.run import JOB
+from systolic.runs.run import JOB, runs_in
 from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -137,6 +137,10 @@ def _unknown(target: str) -> NotFoundError:
 
         if Path(target).is_file() and (what := other(Path(target))):
             return NotFoundError(f"{target} is {what}")
+        if inside := runs_in(Path(target)):
+            return NotFoundError(
+                f"{target} is no run but holds {len(inside)}; give one of them: {', '.join(map(str, inside[:3]))}{' …' if len(inside) > 3 else ''}"
+            )
         return NotFoundError(
             f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb or trace.json.gz, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
@@ -263,6 +267,8 @@ def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> Ex
         return ExplainedKind.dump
     if on is not None or options or recipes.is_named(str(target)):
         return ExplainedKind.recipe
+    if path.exists():
+        raise _unknown(str(target))
     raise NotFoundError(
         f"{target} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
     )

@@ -37,7 +37,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     seed: Annotated[int, NOT_NEGATIVE] = 0,
     chat: bool = False,
     system: str | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "GeneratedTexts":
     """Continues prompts with a trained language model.
@@ -108,7 +108,7 @@ def predict(
     files: Annotated[Path | str | Sequence[Path | str], WORDS] = (),
     *,
     out: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "Predictions":
     """Labels files with a trained model; a language model scores texts in bits per byte, an embedding model returns vectors, Whisper transcribes recordings.
@@ -166,7 +166,7 @@ def evaluate(
     *,
     split: Split | None = None,
     path: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     batches: Annotated[int, NOT_NEGATIVE] = 0,
     trust: bool = False,
 ) -> "MeasuredModel":
@@ -235,7 +235,9 @@ def _path(model: "TrainedModel | Path | str") -> Path:
     return model.path
 
 
-def _opened(model: "TrainedModel | Path | str", checkpoint: str, trust: bool) -> "TrainedModel":
+def _opened(
+    model: "TrainedModel | Path | str", checkpoint: str | int, trust: bool
+) -> "TrainedModel":
     """The model of a path; one that is open already as it is.
 
     Raises:
