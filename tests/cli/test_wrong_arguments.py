@@ -75,9 +75,9 @@ def test_no_value_of_a_wrong_type_passes_into_a_public_function(name: str) -> No
         (lambda: systolic.open(3), "path is 3; it takes a path"),
         (
             lambda: systolic.plan_serving("lm", on="8xh100", requests_per_second=1),
-            "--on is 8xh100, and plan serve is for slices of TPUs: give v6e-8",
+            "on is 8xh100, and plan serve is for slices of TPUs: give v6e-8",
         ),
-        (lambda: systolic.forecast("lm", on="v5e-1", vary="batch"), "--vary is 'batch'; it takes"),
+        (lambda: systolic.forecast("lm", on="v5e-1", vary="batch"), "vary is 'batch'; it takes"),
         (lambda: systolic.forecast("lm", on="v5e-1", vary={"batch": []}), "no value for batch"),
         (lambda: lm(sequence="many"), "sequence is 'many'; it takes a whole number"),
         (lambda: lm(layout={"fsd": 2}), "layout has 'fsd'; did you mean fsdp?; its fields are"),

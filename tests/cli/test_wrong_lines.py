@@ -86,15 +86,15 @@ MISUSED = [
     ),
     (
         ("forecast", "lm", "--on", "v5e-1", "--layout.microbatches", "4"),
-        "layout.microbatches has no effect here; leave it out",
+        "--layout.microbatches has no effect here; leave it out",
     ),
     (
         ("forecast", "lm", "--on", "v5e-1", "--model.window", "64", "--model.global-every", "99"),
-        "model.global-every is 99 and model.layers 12, so that it has no effect",
+        "--model.global-every is 99 and --model.layers 12, so that it has no effect",
     ),
     (
         ("train", "bytes", "--model.rounding.largest", "224"),
-        "model.rounding is set but precision is auto, so that it has no effect; leave it out, or",
+        "--model.rounding is set but precision is auto, so that it has no effect; leave it out, or",
     ),
     (
         ("forecast", "image", "--path", "TEXT", "--on", "v5e-1", "--classes", "9", "--patch", "8"),

@@ -1,5 +1,6 @@
 """What tells data from other data of the same size."""
 
+import functools
 import os
 import shutil
 from dataclasses import replace
@@ -131,3 +132,25 @@ def test_arrays_count_by_their_bytes():
     assert difference(made(), made()) is None
     assert "other contents" in str(difference(made(), made(by=1.0)))
     assert Arrays.of(train={"x": np.ones(3)}).contents(Split.test) is None
+
+
+def _rows(count: int):
+    return {"train": {"x": np.zeros((count, 5), np.float32), "y": np.zeros(count, np.float32)}}
+
+
+def test_other_arrays_are_named_with_their_function() -> None:
+    before, now = (
+        Arrays.call(functools.partial(_rows, count)).contents(Split.train) for count in (72, 60)
+    )
+    assert before is not None
+    assert now is not None
+    assert now.where == f"train arrays of {__name__}._rows()"
+    assert (
+        difference(before, now)
+        == "x float32[60, 5] and y float32[60], before x float32[72, 5] and y float32[72]"
+    )
+    # Records of earlier versions keep no shapes.
+    assert difference(replace(before, arrays=()), now) == "arrays of other names, types or shapes"
+    again = Arrays.call(functools.partial(_rows, 72)).contents(Split.train)
+    assert again is not None
+    assert difference(before, again) is None

@@ -66,7 +66,7 @@ def test_a_dump_on_several_slices_is_a_table(dump: Path, tmp_path: Path) -> None
         ({"quick": True}, "is a dump, compiled already, and takes no quick"),
         ({"step": "eval"}, "takes no step"),
         ({"sequence": 8}, "takes no sequence"),
-        ({"on": "v5e-4,v5e-8", "against": {}}, "--against is of one forecast"),
+        ({"on": "v5e-4,v5e-8", "against": {}}, "against is of one forecast"),
     ],
 )
 def test_options_that_a_dump_does_not_have(dump: Path, options: dict, said: str) -> None:
@@ -123,7 +123,7 @@ def test_several_slices_for_a_program_are_refused() -> None:
 def test_a_server_refuses_a_request_longer_than_the_model_takes() -> None:
     with pytest.raises(OptionError, match="context of 900256"):
         forecast_server("llama-3.1-8b", on="v6e-8", prompt_tokens=900_000)
-    with pytest.raises(OptionError, match="--ttft is 'soon'"):
+    with pytest.raises(OptionError, match="ttft is 'soon'"):
         forecast_server("llama-3.1-8b", on="v6e-8", ttft="soon")
 
 

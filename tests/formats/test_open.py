@@ -161,5 +161,7 @@ def test_a_model_without_a_template_does_not_chat(
 ) -> None:
     plain = folders.folder(tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
-    assert main(["generate", str(plain), "hello", "--chat"]) == 2
-    assert "has no chat template" in capfd.readouterr().err
+    for words in (["--chat"], ["--system", "be brief"]):
+        assert main(["generate", str(plain), "hello", *words]) == 2
+        line = "so the model knows no chat; give prompts as text, without --chat and --system"
+        assert line in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,42 @@ def test_new_rows_are_answered(
     line, _ = capsys.readouterr().err.splitlines()
     assert "has 3 columns (weight, size, age), and the model takes x float32[3]" in line
     assert line.endswith("it lacks height")
+
+
+def test_arrays_are_answered_as_files_are(run: Path, tmp_path: Path) -> None:
+    model, rng = systolic.open(run), np.random.default_rng(1)
+    arrays = {"x": rng.normal(size=(3, 3)), "size": rng.normal(size=3)}
+    np.savez(tmp_path / "new.npz", **arrays)
+    (answer,) = model.predict(tmp_path / "new.npz")
+    assert model.predict(arrays) == answer["rows"]
+    assert model.predict({**arrays, "target": np.zeros(3)}) == answer["rows"]
+    wrong = [
+        (arrays["x"], "files has the type ndarray; give a path, a list of paths, or arrays by name"),
+        ([tmp_path / "new.npz", 3], "files has the type list; give a path"),
+        ({"z": arrays["x"]}, "files has the arrays z, and the model takes x float32[examples, 3], size float32[examples]"),
+        ({**arrays, "x": np.zeros((3, 2))}, r"x in files is [3, 2], and the model takes"),
+        ({**arrays, "x": np.full((3, 3), np.inf)}, "files row 1: x[0] is inf; give a finite float32"),
+    ]  # fmt: skip
+    for given, line in wrong:
+        with pytest.raises(systolic.SystolicError, match=re.escape(line)):
+            model.predict(given)  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("new.jsonl", '{"x": [1, 2, 3]}\n{"x": [1, null, 3]}\n', "line 2: x[1] is null; give a finite float32"),
+        ("new.jsonl", '{"x": [1, 2, NaN]}\n', "line 1: x[2] is nan; give a finite float32"),
+        ("new.jsonl", '{"x": [1e300, 2, 3]}\n', "line 1: x[0] is 1e+300; give a finite float32"),
+        ("new.jsonl", '{"x_0": 1, "x_1": null, "x_2": 3}\n', "line 1: x_1 is "),
+        ("new.csv", "x_0,x_1,x_2\n1,2,3\n1,-inf,3\n", "line 3: x[1] is -inf; give a finite float32"),
+    ],
+)  # fmt: skip
+def test_numbers_are_finite(tmp_path: Path, name: str, text: str, line: str) -> None:
+    (tmp_path / name).write_text(text)
+    inputs = TableInputs(fields={"x": Field(shape=(3,), dtype="float32")})
+    with pytest.raises(DataError, match=re.escape(line)):
+        list(inputs.rows(tmp_path / name))
 
 
 @pytest.mark.parametrize(

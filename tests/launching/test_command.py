@@ -135,7 +135,7 @@ def test_what_python_gives_is_refused_in_one_line() -> None:
     common = {"on": "v5e-16", "via": "gke", "image": IMAGE, "run": "gs://bucket/x"}
     with pytest.raises(OptionError, match="its options are"):
         systolic.launch("digits", stepz=3, **common)
-    with pytest.raises(OptionError, match="--restarts is -1; it must be at least 0"):
+    with pytest.raises(OptionError, match="restarts is -1; it must be at least 0"):
         systolic.launch("digits", restarts=-1, **common)
     with pytest.raises(NotFoundError, match="did you mean digits"):
         systolic.launch("digit", **common)
@@ -161,7 +161,7 @@ def test_a_recipe_file_with_paths_as_they_were_given() -> None:
     assert systolic.status(launched.name).phase == WRITTEN
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("some text " * 1000)
-    with pytest.raises(OptionError, match="--path is texts, a path relative to this folder"):
+    with pytest.raises(OptionError, match="path is texts, a path relative to this folder"):
         systolic.launch("lm", path="texts", on="v5e-4", via="gke", image=IMAGE, run="gs://bucket/x")
 
 

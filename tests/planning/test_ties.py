@@ -9,7 +9,7 @@ import pytest
 
 from systolic.chips import chip, slice
 from systolic.chips.flags import UNRANKED, name_of, unranked
-from systolic.forecasting.comparison import unlike
+from systolic.forecasting.comparison import ComparedForecast, unlike
 from systolic.job import Remat
 from systolic.planning.display import readings
 from systolic.planning.display.page import render
@@ -97,9 +97,18 @@ def test_flags_that_only_the_compiler_guesses_are_not_ranked() -> None:
 
 
 def test_a_comparison_says_which_flag_it_cannot_rank() -> None:
-    common = {"slice": slice("v6e-1").name, "fits": True, "ops": [1]}
+    common = {
+        "recipe": "lm",
+        "slice": slice("v6e-1").name,
+        "fits": True,
+        "hbm": {},
+        "step_seconds": 1.0,
+        "time_by_resource": {},
+        "ops": [1],
+    }
     before, after = (
-        {**common, "compiler": {"flags": [f"{UNRANKED[0]}={kib}"]}} for kib in (65536, 69632)
+        ComparedForecast.of({**common, "compiler": {"flags": [f"{UNRANKED[0]}={kib}"]}})
+        for kib in (65536, 69632)
     )
     (line,) = unlike(before, after)
     assert line.startswith("the forecast can't rank xla_tpu_scoped_vmem_limit_kib")

@@ -562,15 +562,15 @@ def test_an_interrupt_of_the_timing_leaves_the_result_to_python(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"to": "int9"}, "--to is 'int9'; did you mean int8?; it takes int8, int4, fp8, nf4, w8a8"),
-        ({"to": INT4, "activations": True}, "--activations has no int4: "),
-        ({"to": INT4, "group": 3}, "--group is 3, and int4 has a scale for each group"),
-        ({"to": WeightFormat.fp8, "group": 32}, "--group is 32, and fp8 has one scale"),
-        ({"to": "int8", "budget": 0.01}, "--budget has an effect with --auto only"),
-        ({"to": "int8", "auto": True, "budget": 1.0}, "--budget is 1.0; it takes a share"),
-        ({"to": "int8", "auto": True, "budget": "a%"}, "--budget is 'a%'; it takes a share"),
+        ({"to": "int9"}, "to is 'int9'; did you mean int8?; it takes int8, int4, fp8, nf4, w8a8"),
+        ({"to": INT4, "activations": True}, "activations has no int4: "),
+        ({"to": INT4, "group": 3}, "group is 3, and int4 has a scale for each group"),
+        ({"to": WeightFormat.fp8, "group": 32}, "group is 32, and fp8 has one scale"),
+        ({"to": "int8", "budget": 0.01}, "budget has an effect with auto only"),
+        ({"to": "int8", "auto": True, "budget": 1.0}, "budget is 1.0; it takes a share"),
+        ({"to": "int8", "auto": True, "budget": "a%"}, "budget is 'a%'; it takes a share"),
         ({"to": "int8", "on": "v5"}, "v5 is not the name of a slice; did you mean v5e?"),
-        ({"to": "int8", "batches": -1}, "--batches is -1; it must be at least 0"),
+        ({"to": "int8", "batches": -1}, "batches is -1; it must be at least 0"),
     ],
 )
 def test_python_is_refused_what_the_command_refuses(options: Any, told: str) -> None:

@@ -61,6 +61,9 @@ def test_names_and_versions(tmp_path: Path) -> None:
         targets([str(tmp_path / "nothing")])
     with pytest.raises(OptionError, match="no name for a model"):
         targets([f"a b={tmp_path}"])
+    (tmp_path / "my run").mkdir()
+    with pytest.raises(OptionError, match=f"write NAME='{tmp_path}/my run' with letters"):
+        targets([str(tmp_path / "my run")])
     with pytest.raises(OptionError, match="two models are called a"):
         targets([str(tmp_path / "a"), f"a={tmp_path / 'b'}"])
 
@@ -182,7 +185,7 @@ def test_a_context_beyond_the_models_is_refused_before_a_compile(
     with pytest.raises(OptionError, match=told):
         context_of(steps, data, EngineSizes(context=context))
     # What is planned for a server refuses what the server does, before it compiles.
-    told = f"--prompt-tokens {longest} and --output-tokens 1 are a context of {context} and the model was made for texts of {longest} tokens; give two that make {longest} or less"
+    told = f"prompt_tokens {longest} and output_tokens 1 are a context of {context} and the model was made for texts of {longest} tokens; give two that make {longest} or less"
     for target in (path, path / "config.json"):
         with pytest.raises(OptionError, match=told):
             plan_serving(
@@ -194,7 +197,8 @@ def test_a_context_beyond_the_models_is_refused_before_a_compile(
             )
         words = ["--on", "v5e-1", "--prompt-tokens", str(longest), "--output-tokens", "1"]
         assert main(["forecast", "--serve", str(target), *words]) == 2
-        assert told in capsys.readouterr().err
+        line = told.replace("prompt_t", "--prompt-t").replace("output_t", "--output-t")
+        assert line in capsys.readouterr().err
 
 
 @contextmanager
@@ -311,11 +315,11 @@ def test_python_gives_what_the_command_prints(
     assert len(shown[0]["programs"]) > 1
     for asked, told in (
         ({}, "systolic serve needs a model; give a run"),
-        ({"new_key": "carol"}, "--new-key needs the file that it is added to"),
+        ({"new_key": "carol"}, "new_key needs the file that it is added to"),
         ({"models": "nowhere"}, "nowhere does not exist; give a run"),
         ({"models": [model, model]}, "two models are called tiny"),
-        ({"models": model, "port": 70000}, "--port is 70000; it must be at least 0"),
-        ({"models": model, "precision": "f16"}, "--precision is 'f16'; it takes 'auto'"),
+        ({"models": model, "port": 70000}, "port is 70000; it must be at least 0"),
+        ({"models": model, "precision": "f16"}, "precision is 'f16'; it takes 'auto'"),
     ):
         with pytest.raises(SystolicError) as raised:
             systolic.serve(**asked)

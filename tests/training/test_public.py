@@ -375,7 +375,7 @@ def test_a_reporter_that_shows_events_is_told_nothing_twice() -> None:
     [
         (tiny.job(), {"workers": -1}, "workers is -1; it must be at least 0"),
         (tiny.job(), {"workers": 1.5}, "workers is 1.5; it takes a whole number"),
-        (tiny.job(), {"log_every": 0}, "log-every is 0; it must be at least 1"),
+        (tiny.job(), {"log_every": 0}, "log_every is 0; it must be at least 1"),
         (tiny.job(), {"profile": -1}, "profile is -1; it must be at least 0"),
         (tiny.job(), {"flags": "--xla_nope=1"}, "refuses the flags --xla_nope=1"),
         (tiny.job(), {"layout": "fsdp"}, r"layout is 'fsdp'; it takes a systolic\.job\.Layout"),

@@ -1,11 +1,13 @@
 """Options to search: types come from the recipe's options; each mistake is one line."""
 
+import re
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from systolic.cli.main import main
+from systolic.cli.forms import request
+from systolic.cli.main import VERBS, main
 from systolic.core.errors import OptionError
 from systolic.tuning.definition import Tuning
 from systolic.tuning.study import DEFINITION
@@ -39,6 +41,72 @@ def test_the_options_types_decide() -> None:
     assert switch.words == (True, False)
 
 
+KINDS = """
+from enum import Enum
+from typing import Literal
+from systolic.job import Job
+from systolic.recipes.digits import digits
+
+class Act(Enum):
+    relu = "relu"
+    tanh = "tanh"
+
+def job(kind: Literal["a", "b"] = "a", count: Literal[1, 2] | None = None, widths: tuple[int, ...] = (8, 4),
+        pair: tuple[int, Act] = (1, Act.relu), parts: tuple[Literal["x", "y"] | int, ...] = (), limit: int | None = None,
+        fast: bool | None = None, lambda_: float = 1.0, steps: int = 2) -> Job:
+    return digits(steps=steps)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("kind=a,b", ["a", "b"]),
+        ("count=1,None,2", [1, None, 2]),
+        ("widths=8 4,6", [(8, 4), (6,)]),
+        ("pair=1 tanh,2 relu", "[(1, <Act.tanh: 'tanh'>), (2, <Act.relu: 'relu'>)]"),
+        ("parts=x 3,y", [("x", 3), ("y",)]),
+        ("limit=None,3", [None, 3]),
+        ("fast=yes,no,None", [True, False, None]),
+        ("lambda_=0.5,1", [0.5, 1.0]),
+        ("limit=1..8", None),
+        ("kind=a,c", "it takes a or b"),
+        ("pair=1,2 relu", "it takes values with spaces between, each a whole number or relu or tanh"),
+        ("count=1,3", "it takes 1 or 2"),
+        ("widths=8 x,4", "it takes values with spaces between, each a whole number"),
+    ],
+)  # fmt: skip
+def test_choices_are_of_the_types_that_the_command_line_takes(
+    tmp_path: Path, word: str, values: object
+) -> None:
+    (tmp_path / "kinds.py").write_text(KINDS)
+    recipe = f"{tmp_path / 'kinds.py'}:job"
+    if isinstance(values, str) and values.startswith("it takes"):
+        with pytest.raises(OptionError, match=re.escape(values)):
+            searched(word, recipe=recipe)
+        return
+    (option,) = searched(word, recipe=recipe)
+    assert option.name == word.partition("=")[0].rstrip("_")
+    if values is None:
+        assert (option.low, option.high, option.whole) == (1, 8, True)
+        return
+    assert option.choices is not None
+    own = list(option.choices.values())
+    assert (repr(own) if isinstance(values, str) else own) == values
+
+
+def test_the_command_of_the_best_is_one_that_train_reads(tmp_path: Path) -> None:
+    (tmp_path / "kinds.py").write_text(KINDS)
+    recipe = f"{tmp_path / 'kinds.py'}:job"
+    words = ("widths=8 4,6", "kind=a,b", "pair=1 tanh,2 relu", "limit=None,3", "lambda_=0.5,1")
+    tuning = tuning_of([recipe, *(f"--search={word}" for word in words)])
+    best = {option.name: option.words[0] for option in tuning.searched}
+    line = [word for name, value in best.items() for word in tuning._words(name, value)]
+    assert " ".join(line) == "--widths 8 4 --kind a --pair 1 tanh --limit None --lambda 0.5"
+    options = request(recipe, line, "train", VERBS["train"].forms[0].options.read).options
+    assert (options["widths"], options["limit"], options["lambda_"]) == ((8, 4), None, 0.5)
+
+
 def test_numbers_of_a_range_are_short_and_inside_it() -> None:
     (rate,) = searched("optimizer.learning-rate=log:1.23456e-4..1.23457e-4")
     assert rate.rounded(1.2345671e-4) == pytest.approx(1.2345671e-4, abs=1e-12)
@@ -64,7 +132,7 @@ WRONG = {
     "optimizer.learning-rate=1..inf": "a range needs finite numbers",
     "optimizer.learning-rate=nan..1": "a range needs finite numbers",
     "optimizer.learning-rate=lgo:1e-4..1e-2": "a logarithmic range is log:LOW..HIGH",
-    "batch=-32..64": "--search batch=-32..64: --batch is -32; it must be at least 1",
+    "batch=-32..64": "search batch=-32..64: batch is -32; it must be at least 1",
     "batch=1..9999999999999999999999": "it must be at most",
     "optimizer.learning-rate=-1..0.1": "learning-rate is -1.0; it must be",
     "evaluation.every=-1..10": "evaluation.every is -1; it must be",

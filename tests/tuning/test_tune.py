@@ -1,5 +1,6 @@
 """``systolic.tune``: the command's search from Python, with its trials in this process."""
 
+import inspect
 import json
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ pytest.importorskip("optuna")
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError, TakenError
+from systolic.core.option_words import as_parameters
 from systolic.core.reporter import reporting
 from systolic.runs.record import load_run
 from systolic.tuning.definition import SearchRecord, Tuning
@@ -42,7 +44,7 @@ def test_a_search_from_python_is_the_commands(
     assert capfd.readouterr() == ("", "")
     assert recorded.warnings == []
     assert isinstance(found, systolic.StudyResult)
-    assert [one.finished for one in recorded.results] == [1, 2]
+    assert [one.finished for one in recorded.results] == [0, 1, 2]
     assert [row.state for row in found.rows] == ["done", "done"]
     best = found.best
     assert best is not None
@@ -85,6 +87,20 @@ from tests.tuning import trial_recipe
 def job(learning_rate: float = 0.01, steps: int = 2, seed: int = 0):
     return replace(trial_recipe.job(learning_rate=learning_rate, steps=steps), seed=seed)
 """
+
+
+def test_a_new_study_tells_its_first_trial(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", RECIPE, RATES, f"--study={tmp_path / 's'}", "--workers=0", "--steps=4"]
+    assert main([*words, "--trials=1"]) == 0
+    shown = capfd.readouterr().err
+    assert "[1/1] trial 0: " in shown
+    assert "continues" not in shown
+    assert main([*words, "--trials=2"]) == 0
+    shown = capfd.readouterr().err
+    assert "continues: 1 done" in shown
+    assert "[2/2] trial 1: " in shown
 
 
 @pytest.mark.slow
@@ -302,7 +318,9 @@ def test_the_refusals_are_the_commands(
         systolic.tune("digits", **given)
     assert caught.value.exit_code == 2
     assert main(["tune", "digits", *words]) == 2
-    assert capsys.readouterr().err == f"systolic: {caught.value.line}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    names = inspect.signature(systolic.tune).parameters
+    assert as_parameters(line, names) == f"systolic: {caught.value.line}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -310,7 +328,7 @@ def test_mistakes_that_only_python_can_make(tmp_path: Path) -> None:
     anything: Any = systolic
     for given, told in (
         ({"search": {}}, "search is {}; it takes options with their values"),
-        ({"search": RATE, "sampler": "tp"}, "--sampler is 'tp'; did you mean tpe?"),
+        ({"search": RATE, "sampler": "tp"}, "sampler is 'tp'; did you mean tpe?"),
         ({"search": RATE, "widht": 3}, "has no option 'widht'; did you mean width"),
         ({"search": RATE, "trials": "three"}, "trials is 'three'; it takes a whole number"),
     ):

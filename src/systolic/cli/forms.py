@@ -28,7 +28,7 @@ from systolic.cli.parse import (
 )
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable
-from systolic.core.option_words import typed_as
+from systolic.core.option_words import as_options, spelled, typed_as
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter, reporting
 
@@ -157,13 +157,13 @@ class _VerbRead(Generic[VerbOptions]):
             ],
             inspect.getdoc(recipe.function) or "",
         )
-        names = option_names(function) | self.names
+        names = option_names(function, pairs=True) | self.names
         takes = "a run made from a Job takes steps and layout only" if recipe.of_job else ""
         if recipe.file is None:
             # A shipped recipe's types name all of its options: no need to parse what is misspelt.
             refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
         refuse_unknown(stray(rest, self.words), names, prog)
-        values, unknown = known(function, rest, prog)
+        values, unknown = known(function, rest, prog, pairs=True)
         refuse_unknown(unknown, names, prog, takes)
         from systolic.recipes.jobs.source import JobSource
 
@@ -572,14 +572,17 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         _refuse_late(verb, forms, words)
     others = [f"--{other.choice.option}" for other in forms if isinstance(other.choice, ByOption)]
     words = [_renamed(word, form.options.other_names) for word in words]
-    call = _read(form, prog, words, others)
-    if form.check:
-        named(form.check)(call.values)
-    for name in form.options.written:
-        if (path := getattr(call.values, name)) is not None:
-            check_writable(path)
-    with typed_as(("systolic", verb, *args)):
-        return _answered(form, call)
+    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
+    names = option_names(form.options.read) | typed
+    with spelled(lambda text: as_options(text, names)):
+        call = _read(form, prog, words, others)
+        if form.check:
+            named(form.check)(call.values)
+        for name in form.options.written:
+            if (path := getattr(call.values, name)) is not None:
+                check_writable(path)
+        with typed_as(("systolic", verb, *args)):
+            return _answered(form, call)
 
 
 def _in_help(forms: Sequence[VerbForm]) -> list[VerbForm]:

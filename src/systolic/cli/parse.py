@@ -22,7 +22,7 @@ import tyro
 
 from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath, Required, TextWord
 from systolic.core.errors import OptionError
-from systolic.core.option_words import nearest_option
+from systolic.core.option_words import nearest_option, negated
 from systolic.core.ranges import check_arguments, dashed
 
 T = TypeVar("T")
@@ -81,14 +81,20 @@ def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
 
 
 def known(
-    function: Callable[..., Any], args: Sequence[str], prog: str
+    function: Callable[..., Any], args: Sequence[str], prog: str, *, pairs: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Parameters of ``function`` by name, and the words of ``args`` that are none of its options.
+
+    Args:
+        function: Its parameters are the options.
+        args: Words of a command line.
+        prog: The words before them, in messages.
+        pairs: Whether each switch has a ``--no-`` form, one that is off by default too.
 
     Raises:
         OptionError: an option is missing, does not parse or is out of its range.
     """
-    capture, captured = _capture(function)
+    capture, captured = _capture(function, pairs=pairs)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -101,7 +107,7 @@ def known(
                 add_help=False,
             )
     except SystemExit as stop:
-        message = _one_line(complaint.getvalue()).replace(STAND_IN, prog)
+        message = _one_line(complaint.getvalue(), _options(function, "")).replace(STAND_IN, prog)
         for name, needs in _required(function).items():
             if message.startswith(f"{prog} needs {name} "):
                 raise OptionError(f"{prog} needs {needs.text}") from stop
@@ -192,12 +198,12 @@ def print_verb_help(forms: str, *kinds: Callable[..., Any]) -> int:
 _HELP = ("  -h, --help", "│ -h, --help")
 
 
-def option_names(function: Callable[..., Any]) -> set[str]:
-    """Options of a function or class as they are typed: ``--model.layers``, ``--json``."""
-    return set(_options(function, ""))
+def option_names(function: Callable[..., Any], *, pairs: bool = False) -> set[str]:
+    """Options of a function or class as they are typed: ``--model.layers``, ``--json``; ``pairs`` as for :func:`known`."""
+    return set(_options(function, "", pairs=pairs))
 
 
-def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
+def _options(function: Callable[..., Any], prefix: str, *, pairs: bool = False) -> dict[str, Any]:
     """Option to its annotated type, None for the ``--no-`` form of a switch."""
     hints = typing.get_type_hints(function, include_extras=True)
     options: dict[str, Any] = {}
@@ -211,9 +217,8 @@ def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
             options |= _options(plain, prefix if flat else f"{typed}.")
         elif tyro.conf.Positional not in extras:
             options[f"--{typed}"] = hint
-            if plain is bool and (prefix or parameter.default):
-                part, dot, last = typed.rpartition(".")
-                options[f"--{part}{dot}no-{last}"] = None
+            if plain is bool and (pairs or prefix or parameter.default):
+                options[f"--{negated(typed)}"] = None
     return options
 
 
@@ -232,24 +237,26 @@ def _required(function: Callable[..., Any]) -> dict[str, Required]:
     }
 
 
-def _capture(function: Callable[..., Any]) -> tuple[Callable[..., None], dict[str, Any]]:
+def _capture(
+    function: Callable[..., Any], *, pairs: bool = False
+) -> tuple[Callable[..., None], dict[str, Any]]:
     """A stand-in for ``function`` that tyro may call, and the arguments that it was called with."""
     captured: dict[str, Any] = {}
 
     def capture(*positional: Any, **named: Any) -> None:
         captured.update(signature.bind(*positional, **named).arguments)
 
-    signature = _signature(function)
+    signature = _signature(function, pairs=pairs)
     capture.__signature__ = signature  # ty: ignore[missing-attribute]
     capture.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     capture.__doc__ = function.__doc__
     return capture, captured
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Callable[..., Any], *, pairs: bool) -> inspect.Signature:
     """The signature that tyro reads.
 
-    A boolean parameter that is off by default is a plain switch, ``--json``. Any other boolean is a pair,
+    Without ``pairs`` a boolean parameter that is off by default is a plain switch, ``--json``. Any other boolean is a pair,
     ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first. ``from_`` is ``--from``.
     """
 
@@ -257,7 +264,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         if p.name.endswith("_"):
             named = tyro.conf.arg(name=dashed(p.name))
             p = p.replace(annotation=Annotated[p.annotation, named])
-        if p.default is False and bool in (p.annotation, *typing.get_args(p.annotation)[:1]):
+        if (
+            not pairs
+            and p.default is False
+            and bool in (p.annotation, *typing.get_args(p.annotation)[:1])
+        ):
             return p.replace(annotation=Annotated[p.annotation, tyro.conf.FlagCreatePairsOff])
         return p
 
@@ -265,8 +276,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[typed(p) for p in signature.parameters.values()])
 
 
-def _one_line(complaint: str) -> str:
-    """The first paragraph of tyro's framed message, unframed."""
+def _one_line(complaint: str, options: Mapping[str, Any]) -> str:
+    """The first paragraph of tyro's framed message, unframed; ``options`` are the types by option."""
     words: list[str] = []
     for line in complaint.splitlines()[1:]:
         text = _FRAME.sub("", line).strip()
@@ -274,10 +285,54 @@ def _one_line(complaint: str) -> str:
             break
         words.append(text)
     message = " ".join(words) or "the options do not parse"
+    if (several := _several(message, options)) is not None:
+        return several
     for pattern, reword in _REWORDED:
         if (match := pattern.search(message)) is not None:
             return reword(match)
     return message
+
+
+_OF_SEVERAL = re.compile(r"(?:parsing|choice .* for argument|value for argument) '?(--[\w.-]+)")
+_WORDS = re.compile(r"(?:from|arguments:|invalid choice) (\[.*\]|'[^']*')")
+
+
+def _several(message: str, options: Mapping[str, Any]) -> str | None:
+    """Wording of what an option of several values takes, where tyro refuses its words; None of another option."""
+    named = _OF_SEVERAL.search(message)
+    kind = named and _tuple_kind(options.get(named[1]))
+    if not (named and kind):
+        return None
+    option, parts = named[1], [part for part in typing.get_args(kind) if part is not ...]
+    quoted = _WORDS.search(message)
+    words = re.findall(r"'([^']*)'", quoted[1]) if quoted else []
+    split = [word for each in words for word in each.split(",") if word]
+    example = f": {option} {' '.join(split)}" if len(split) > len(words) else ""
+    if len(parts) > 1:
+        example = f": {option} {' '.join(map(_placeholder, parts))}"
+        what = f"{len(parts)} values"
+    else:
+        what = _NUMBERS.get(parts[0]) or (example and "values")
+    if not what:
+        return None
+    head = f"{option} is {' '.join(words)!r}; it takes" if words else f"{option} takes"
+    return f"{head} {what} with spaces between{example}"
+
+
+_NUMBERS = {int: "whole numbers", float: "numbers"}
+
+
+def _placeholder(kind: Any) -> str:
+    """The word that stands for a value of a type: ``INT``."""
+    return kind.__name__.upper() if isinstance(kind, type) else "VALUE"
+
+
+def _tuple_kind(hint: Any) -> Any:
+    """The tuple that an option takes, by itself or beside None; None of another option."""
+    hint, _ = _extras(hint)
+    is_union = typing.get_origin(hint) in (typing.Union, UnionType)
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    return next((kind for kind in kinds if typing.get_origin(kind) is tuple), None)
 
 
 def _needed(listed: str) -> str:

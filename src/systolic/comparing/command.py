@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.chips import Slice
-from systolic.core.arguments import OptionWords, command_of
+from systolic.core.arguments import OptionWords, Partner, command_of
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import working
 
@@ -28,7 +28,7 @@ def compare_models(  # noqa: PLR0913  the options of systolic compare
     output_tokens: Annotated[int, COUNT] = 16,
     repeats: Annotated[int, NOT_NEGATIVE] = 5,
     on: str | Slice | Sequence[str | Slice] | None = None,
-    quick: bool = False,
+    quick: Annotated[bool, Partner("on")] = False,
     trust: bool = False,
 ) -> "Comparison":
     """Compares two models: size, quality, outputs on the same inputs, latency on this machine, forecast on a slice.

@@ -12,6 +12,7 @@ from rich.text import Text
 from systolic.comparing.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.core.errors import OptionError, called
 from systolic.core.reporter import reporter
+from systolic.core.units import with_article
 from systolic.data.audio import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.instructions import Instructions
@@ -370,7 +371,7 @@ def _refuse_other_tasks(paths: Sequence[Path], jobs: Sequence[Job]) -> None:
     names = [type(job.task).__name__ for job in jobs]
     if type(jobs[0].task) is not type(jobs[1].task):
         descriptions = [
-            f"{path} is a {type(job.model).__name__} for {name}"
+            f"{path} is {with_article(type(job.model).__name__)} for {name}"
             for path, job, name in zip(paths, jobs, names, strict=True)
         ]
         raise OptionError(f"{' and '.join(descriptions)}; compare two models of one task")

@@ -22,7 +22,7 @@ from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar
 
 from systolic.core.errors import OptionError, OutOfRangeError, nearest
-from systolic.core.option_words import is_in_bucket, path_text
+from systolic.core.option_words import as_parameters, command_line, is_in_bucket, path_text, spelled
 from systolic.core.ranges import complaint, dashed, ranged
 
 P = ParamSpec("P")
@@ -98,6 +98,13 @@ class OutputPath:
     """Beside a parameter's type: the path is written, which the command line tries before the work begins."""
 
 
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """Beside a parameter's type: another parameter without which it has no effect; alone it is refused."""
+
+    name: str
+
+
 WRITTEN_HERE = frozenset(
     ("out", "csv", "save", "html", "perfetto", "study", "keep", "save_traffic")
 )
@@ -138,20 +145,74 @@ def with_types(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def command_of(function: Callable[P, R]) -> Callable[P, R]:
-    """Variant of :func:`with_types` for the public function of a verb: messages about text write its parameter as the option, ``--on``."""
+    """Variant of :func:`with_types` for the public function of a verb: messages call its parameters by their names, and from the command line by their options."""
+    names = inspect.signature(function).parameters
+
+    def spell(text: str) -> str:
+        return text if command_line() else as_parameters(text, names)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        texts = [name for name, value in bound.arguments.items() if isinstance(value, str)]
-        spell = {name: f"--{dashed(name)}" for name in texts}
-        bound.arguments.update(arguments(function, bound.arguments, lambda n: spell.get(n, n)))
-        for name in WRITTEN_HERE & bound.arguments.keys():
-            if isinstance(path := bound.arguments[name], str | Path):
-                check_local(name, path)
-        return function(*bound.args, **bound.kwargs)
+        with spelled(spell):
+            bound = _bound(function, args, kwargs)
+            taken = arguments(function, bound.arguments, lambda name: f"--{dashed(name)}")
+            bound.arguments.update(taken)
+            for name in WRITTEN_HERE & bound.arguments.keys():
+                if isinstance(path := bound.arguments[name], str | Path):
+                    check_local(f"--{dashed(name)}", path)
+            _check_partners(function, bound.arguments)
+            return function(*bound.args, **bound.kwargs)
 
     return called
+
+
+def _bound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by their names.
+
+    Raises:
+        TypeError: the function takes no such arguments; names the parameter that may be meant.
+    """
+    signature = inspect.signature(function)
+    called = function.__name__ if inspect.isfunction(function) else "the function"
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        if not unknown:
+            raise TypeError(f"{called}(): {error}") from error
+        name, hints = unknown[0], _signature(function)[0]
+        holders = [
+            f"; give {parameter}={_takes(kind).removeprefix('a ')}({name}=…)"
+            for parameter, hint in hints.items()
+            for kind in _kinds(hint)[0]
+            if isinstance(kind, type)
+            and is_dataclass(kind)
+            and name in {f.name for f in fields(kind)}
+        ]
+        near = holders[0] if holders else nearest(name, signature.parameters)
+        raise TypeError(f"{called}() takes no {name}{near}") from error
+
+
+def _check_partners(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Refuses an argument that has no effect without another.
+
+    Raises:
+        OptionError: for the first that is not at its default, where its partner is.
+    """
+    hints, defaults = _signature(function)
+    for name, value in values.items():
+        for extra in _kinds(hints.get(name, Any))[1]:
+            if not isinstance(extra, Partner) or value == defaults[name]:
+                continue
+            default = defaults[extra.name]
+            if values.get(extra.name, default) == default:
+                option, partner = f"--{dashed(name)}", f"--{dashed(extra.name)}"
+                given = option if value is True else f"{option} is {value}, which"
+                raise OptionError(
+                    f"{given} has no effect without {partner}; give {partner}, or leave {option} out"
+                )
 
 
 _ENTRY = re.compile(r"^    \*{0,2}(\w+): ", re.MULTILINE)

@@ -5,12 +5,13 @@ import enum
 import inspect
 import re
 import shlex
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
+from systolic.core.errors import SystolicError
 from systolic.core.ranges import dashed
 
 
@@ -175,3 +176,59 @@ def _initials(name: str) -> str:
     """``lr`` of ``learning-rate``; nothing of a name of one word."""
     parts = name.split("-")
     return "".join(part[:1] for part in parts) if len(parts) > 1 else ""
+
+
+_COMMAND = re.compile(r"(systolic [a-z]+ [^;,)]*)")
+"""A command to type, whose options keep their dashes."""
+_TYPED = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?![\w.-])( is )?")
+_FILE = r"(?!\S*\.(?:json|safetensors|npz|gguf|py)\b)"
+"""No name of a file comes here."""
+_ADDED = re.compile(r"\b(add|give|set) --([a-z][\w-]*)[ =]([^\s;,]*[^a-z\s;,][^\s;,]*)")
+"""An option to add with its value, which is no word of the sentence."""
+
+
+def as_parameters(text: str, names: Iterable[str]) -> str:
+    """A message whose options of these parameters have the names that Python gives them; commands in it stay."""
+    known = {dashed(name): name for name in (*names, "init_from")}
+
+    def parameter(option: re.Match[str]) -> str:
+        name = known.get(option[1]) or (option[2] and option[1].replace("-", "_"))
+        return f"{name}{option[2] or ''}" if name else option[0]
+
+    def argument(option: re.Match[str]) -> str:
+        verb, name, text = option.groups()
+        value = text if text.isupper() else repr(text)
+        return f"{verb} {known[name]}={value}" if name in known else option[0]
+
+    parts = _COMMAND.split(text)
+    parts[::2] = [_TYPED.sub(parameter, _ADDED.sub(argument, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def as_options(text: str, names: Collection[str]) -> str:
+    """A message in which these options, ``--top-p``, have their dashes: where a clause begins with one, and everywhere if its name is no word."""
+    bare = {name.removeprefix("--") for name in names}
+    listed = "|".join(re.escape(name) for name in sorted(bare, key=len, reverse=True))
+    if not listed:
+        return text
+    begins = rf"(?:(?<=^)|(?<=; ))(?:{listed})(?= is )"
+    records = {name.partition(".")[0] for name in bare if "." in name}
+    # A message may name other fields of the same record.
+    compound = [rf"{re.escape(record)}\.[a-z][\w.-]*\w" for record in sorted(records)]
+    compound += [re.escape(name) for name in sorted(bare, reverse=True) if "-" in name]
+    anywhere = (
+        rf"|(?<![\w./'\"=-]){_FILE}(?:{'|'.join(compound)})(?![\w/'\"=-])" if compound else ""
+    )
+    parts = _COMMAND.split(text)
+    parts[::2] = [re.sub(begins + anywhere, r"--\g<0>", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+@contextmanager
+def spelled(spell: Callable[[str], str]) -> Generator[None]:
+    """Errors of the block have the message that ``spell`` makes of theirs."""
+    try:
+        yield
+    except SystolicError as error:
+        error.args = (spell(str(error)), *error.args[1:])
+        raise

@@ -54,6 +54,11 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
+def with_article(noun: str) -> str:
+    """A noun, such as the name of a class, behind ``a`` or ``an``."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
 def plural(number: float, noun: str) -> str:
     """``1 record``, ``2,000 records``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,5 +1,6 @@
 """Data in memory: numpy arrays, or a function that makes them, as a table of examples."""
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +54,11 @@ class LazyArrays:
 
     def __str__(self) -> str:
         if self._splits is None:
-            # A partial or an instance has no name of its own; its class stands for it.
-            named = self._make if inspect.isfunction(self._make) else type(self._make)
+            # An instance has no name of its own; its class stands for it.
+            make = self._make
+            while isinstance(make, functools.partial):
+                make = make.func
+            named = make if inspect.isroutine(make) or inspect.isclass(make) else type(make)
             return f"{named.__module__}.{named.__qualname__}()"
         return "; ".join(
             f"{split.value}: "

@@ -153,6 +153,16 @@ def pack(
     path, to = Path(path), Path(to)
     if images:
         share = 0.1 if validation_share is None else validation_share
+        of_text = {
+            "tokenizer": tokenizer is not None,
+            "field": field != "text",
+            "validation": validation is not None,
+            "shard-mib": shard_mib != 256,
+        }
+        for option in (f"--{name}" for name, is_set in of_text.items() if is_set):
+            raise OptionError(
+                f"{option} is of text, and --images packs pictures; leave {option} out"
+            )
         return PackedData.of(to, _pack_pictures(path, to, share))
     from systolic.data.text.documents import Documents
     from systolic.data.text.packed import pack_text

@@ -79,6 +79,9 @@ def of_arrays(where: str, arrays: "Mapping[str, np.ndarray]") -> Contents | None
         bytes=sum(array.nbytes for array in arrays.values()),
         names=_digest(kinds),
         digest=hashed.hexdigest()[:_DIGITS],
+        arrays=tuple(
+            f"{name} {arrays[name].dtype}{list(arrays[name].shape)}" for name in sorted(arrays)
+        ),
     )
 
 
@@ -123,8 +126,12 @@ def difference(before: Contents, now: Contents) -> str | None:
     """Describes the difference in a few words; ``None`` if there is none."""
     if before.files != now.files:
         return f"{now.files} files, {before.files} before"
+    if before.names != now.names and before.arrays and now.arrays:
+        changed = [text for text in now.arrays if text not in before.arrays]
+        gone = [text for text in before.arrays if text not in now.arrays]
+        return f"{' and '.join(changed)}, before {' and '.join(gone)}"
     if before.names != now.names:
-        return "other names"
+        return "arrays of other names, types or shapes" if now.arrays else "other names"
     if before.bytes != now.bytes:
         return f"{now.bytes} bytes, {before.bytes} before"
     if before.digest != now.digest:

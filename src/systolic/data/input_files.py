@@ -57,11 +57,21 @@ class InputFiles(NoExamples):
             NotFoundError: there is no such file.
             DataError: it is no file of numpy's, or an input is missing, unknown, or of another shape or kind.
         """
-        arrays = self._arrays(path)
+        return self.examples_of(self._loaded(path), str(path))
+
+    def examples_of(
+        self, named: "Mapping[str, Any]", where: str
+    ) -> "Iterator[dict[str, np.ndarray]]":
+        """Examples of arrays by name; ``where`` is what messages call their holder.
+
+        Raises:
+            DataError: an input is missing, unknown, or of another shape or kind.
+        """
+        arrays = self._arrays(named, where)
         count = next((len(array) for name, array in arrays.items() if name not in self.repeated), 0)
         if count % self.together:
             raise DataError(
-                f"{path} has {count} examples, and the model's outputs for one depend on the others of its batch of {self.together}; give a multiple of {self.together}, or import the model again with another example batch"
+                f"{where} has {count} examples, and the model's outputs for one depend on the others of its batch of {self.together}; give a multiple of {self.together}, or import the model again with another example batch"
             )
         for number in range(count):
             yield {
@@ -69,7 +79,7 @@ class InputFiles(NoExamples):
                 for name, array in arrays.items()
             }
 
-    def _arrays(self, path: Path) -> "dict[str, np.ndarray]":
+    def _loaded(self, path: Path) -> "dict[str, np.ndarray]":
         import numpy as np
 
         try:
@@ -83,38 +93,42 @@ class InputFiles(NoExamples):
                 f"{path} is no .npz file of arrays; write it with numpy.savez"
             ) from error
         if isinstance(loaded, np.ndarray):
-            named = dict(zip(self.inputs, [loaded], strict=False))
-        else:
-            with loaded:
-                named = {name: array for name, array in loaded.items() if name not in self.unread}
+            return dict(zip(self.inputs, [loaded], strict=False))
+        with loaded:
+            return {name: array for name, array in loaded.items() if name not in self.unread}
+
+    def _arrays(self, named: "Mapping[str, Any]", where: str) -> "dict[str, np.ndarray]":
+        import numpy as np
+
+        named = {name: array for name, array in named.items() if name not in self.unread}
         unknown, missing = (
             sorted(set(named) - set(self.inputs)),
             sorted(set(self.inputs) - set(named)),
         )
         if unknown or missing:
             raise DataError(
-                f"{path} has the arrays {', '.join(sorted(named)) or 'none'}, and the model takes {self._wanted()}; name them so with numpy.savez"
+                f"{where} has the arrays {', '.join(sorted(named)) or 'none'}, and the model takes {self._wanted()}; name them so"
             )
-        arrays = {name: self._checked(path, name, named[name]) for name in self.inputs}
+        arrays = {name: self._checked(where, name, np.asarray(named[name])) for name in self.inputs}
         if len({len(array) for name, array in arrays.items() if name not in self.repeated}) > 1:
             raise DataError(
-                f"the arrays of {path} differ in their first dim; it is the number of examples"
+                f"the arrays of {where} differ in their first dim; it is the number of examples"
             )
         return arrays
 
-    def _checked(self, path: Path, name: str, array: "np.ndarray") -> "np.ndarray":
+    def _checked(self, where: str, name: str, array: "np.ndarray") -> "np.ndarray":
         import numpy as np
 
         field = self.inputs[name]
         own = array.shape if name in self.repeated else array.shape[1:]
         if own != tuple(field.shape) or (array.ndim == 0 and name not in self.repeated):
             raise DataError(
-                f"{name} in {path} is {list(array.shape)}, and the model takes {self._wanted()}; change its shape"
+                f"{name} in {where} is {list(array.shape)}, and the model takes {self._wanted()}; change its shape"
             )
         kinds = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
         if array.dtype.kind not in kinds.get(np.dtype(field.dtype).kind, "f"):
             raise DataError(
-                f"{name} in {path} is {array.dtype}, and the model takes {field.dtype}; convert it"
+                f"{name} in {where} is {array.dtype}, and the model takes {field.dtype}; convert it"
             )
         return array.astype(field.dtype)
 
@@ -157,7 +171,8 @@ class TableInputs:
         if not path.is_file():
             raise NotFoundError(f"{path} is not a file{nearest_file(path)}; check the path")
         if path.suffix.lower() in ARRAYS:
-            yield from InputFiles(inputs=self.fields, unread=self.unread).examples(path)
+            files = InputFiles(inputs=self.fields, unread=self.unread)
+            yield from _finite(files.examples(path), str(path))
         elif path.suffix.lower() in LINES:
             for place, row in _lines(path):
                 yield self._of_row(place, row)
@@ -173,6 +188,15 @@ class TableInputs:
             raise DataError(
                 f"{path} is no table; give rows in {', '.join(SUFFIXES)} with {self.wanted()}"
             )
+
+    def rows_of(self, arrays: "Mapping[str, Any]", where: str) -> "Iterator[dict[str, np.ndarray]]":
+        """Each row of arrays by name as an example; ``where`` is what messages call their holder.
+
+        Raises:
+            DataError: an input is missing, unknown, or of another shape or kind, or holds a number that is not finite.
+        """
+        files = InputFiles(inputs=self.fields, unread=self.unread)
+        yield from _finite(files.examples_of(arrays, where), where)
 
     def wanted(self) -> str:
         """The inputs, in words: ``features float32[30]``."""
@@ -283,11 +307,40 @@ def _array(place: str, name: str, value: Any, field: Field) -> "np.ndarray":
         raise DataError(
             f"{place}: {name} has the shape {list(numbers.shape)}, and the model takes {field.dtype}{list(field.shape)}"
         )
+    with np.errstate(over="ignore"):
+        narrow = numbers.astype(field.dtype) if np.dtype(field.dtype).kind == "f" else numbers
+    _check_finite(place, name, narrow, np.asarray(value, object))
     shaped = numbers.reshape(field.shape)
     kind = np.dtype(field.dtype).kind
     if kind in "iu" and not np.array_equal(shaped, np.round(shaped)):
         raise DataError(f"{place}: {name} is no whole number, and the model takes {field.dtype}")
     return shaped.astype(field.dtype)
+
+
+def _finite(
+    examples: "Iterator[dict[str, np.ndarray]]", where: str
+) -> "Iterator[dict[str, np.ndarray]]":
+    for number, example in enumerate(examples, 1):
+        for name, array in example.items():
+            _check_finite(f"{where} row {number}", name, array, array)
+        yield example
+
+
+def _check_finite(place: str, name: str, array: "np.ndarray", written: "np.ndarray") -> None:
+    """Refuses null, nan, inf and a number that is too large for the input's type; ``written`` holds the values as they were given.
+
+    Raises:
+        DataError: names the place and the first such number.
+    """
+    import numpy as np
+
+    if array.dtype.kind not in "fV" or (finite := np.isfinite(array)).all():
+        return
+    at = tuple(map(int, np.argwhere(~finite)[0]))
+    value = written[at]
+    shown = "null" if value is None else f"{float(value):g}"
+    where = f"{name}{list(at)}" if at else name
+    raise DataError(f"{place}: {where} is {shown}; give a finite {array.dtype}")
 
 
 def _few(names: Sequence[str]) -> str:

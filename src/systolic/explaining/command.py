@@ -21,7 +21,7 @@ from systolic.core.reporter import working
 from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.recipes.jobs.source import JobSource, source_of
-from systolic.runs.run import JOB
+from systolic.runs.run import JOB, runs_in
 from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -138,6 +138,10 @@ def _unknown(target: str) -> NotFoundError:
 
         if Path(target).is_file() and (what := other(Path(target))):
             return NotFoundError(f"{target} is {what}")
+        if inside := runs_in(Path(target)):
+            return NotFoundError(
+                f"{target} is no run but holds {len(inside)}; give one of them: {', '.join(map(str, inside[:3]))}{' …' if len(inside) > 3 else ''}"
+            )
         return NotFoundError(
             f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb or trace.json.gz, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
@@ -265,6 +269,8 @@ def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> Ex
         return ExplainedKind.dump
     if on is not None or options or recipes.is_named(path_text(target)):
         return ExplainedKind.recipe
+    if path.exists():
+        raise _unknown(path_text(target))
     recipes.refuse_missing_file(path_text(target))
     raise NotFoundError(
         f"{_name(target)} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"

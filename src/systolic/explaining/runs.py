@@ -3,6 +3,7 @@
 import math
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def speed(history: RunRecord) -> list[Cause]:
 def seconds_by_kind(history: RunRecord) -> dict[str, float]:
     """The summary's ``time``; without one the sum of the records, which lacks the start-up."""
     if history.summary is not None:
-        return dict(history.summary.time)
+        return defaultdict(float, history.summary.time)
     return records.spent(history.train, history.evals, history.events, history.resumed_from)
 
 

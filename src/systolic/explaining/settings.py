@@ -114,12 +114,20 @@ class Settings:
     def higher(self, *names: str, value: float) -> str:
         """Raises an option as :meth:`change`; "" where it is as high already."""
         now = self.get(*names)
-        return "" if now is not None and now >= value else self.change(*names, value=value)
+        return (
+            ""
+            if isinstance(now, int | float) and now >= value
+            else self.change(*names, value=value)
+        )
 
     def lower(self, *names: str, value: float) -> str:
         """Lowers an option as :meth:`change`; "" where it is as low already. 0 is no limit, and above all."""
         now = self.get(*names)
-        return "" if now and now <= value else self.change(*names, value=value)
+        return (
+            ""
+            if isinstance(now, int | float) and 0 < now <= value
+            else self.change(*names, value=value)
+        )
 
     def has(self, *names: str) -> bool:
         """Whether the recipe has one of these options."""

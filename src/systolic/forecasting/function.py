@@ -20,7 +20,7 @@ from systolic.compiling.traced import CalledFunction, is_filtered, name_of
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.core.reporter import reporter
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, with_article
 from systolic.forecasting.calibrations import given_with
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.run import forecast_program
@@ -255,7 +255,7 @@ def _check_no_arrays(leaf: Any) -> None:
     if any(isinstance(part, jax.ShapeDtypeStruct) for part in inside):
         kind = type(leaf).__name__
         raise OptionError(
-            f"an argument is a {kind}, which holds arrays and is no pytree of JAX; register {kind} with jax.tree_util.register_dataclass or register_pytree_node"
+            f"an argument is {with_article(kind)}, which holds arrays and is no pytree of JAX; register {kind} with jax.tree_util.register_dataclass or register_pytree_node"
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, OptionError
+from systolic.core.units import with_article
 from systolic.data.audio import Recordings, Writing, checked_prompt
 from systolic.data.input_files import InputFiles
 from systolic.data.text.documents import Prompts
@@ -289,7 +290,7 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
         return replace(trained, dtypes=dtypes_of(source), quantization=source.quantization)
     if kind not in MAKERS:
         raise OptionError(
-            f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(known.__name__ for known in MAKERS)}"
+            f"{source.path} is {with_article(kind.__name__)}, which is imported and can't be used on its own; used are {', '.join(known.__name__ for known in MAKERS)}"
         )
     job = MAKERS[kind](source, texts)
     return replace(job, quantization=source.quantization) if source.quantization else job

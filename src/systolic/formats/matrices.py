@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import OptionError, nearest
+from systolic.core.units import with_article
 from systolic.formats.source import Source
 from systolic.formats.weights import structure_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
@@ -92,7 +93,7 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
     matrices = {path: matrix for path, matrix in known.items() if path in dtypes}
     if not matrices:
         raise OptionError(
-            f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
+            f"{source.path} is {with_article(type(source.model).__name__)}, which has no matrices to quantize here"
         )
     return matrices
 

@@ -38,7 +38,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     seed: Annotated[int, NOT_NEGATIVE] = 0,
     chat: bool = False,
     system: str | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "GeneratedTexts":
     """Continues prompts with a trained language model.
@@ -108,7 +108,7 @@ def predict(
     files: Annotated[Path | str | Sequence[Path | str], WORDS] = (),
     *,
     out: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "Predictions":
     """Labels files with a trained model; a language model scores texts in bits per byte, an embedding model returns vectors, Whisper transcribes recordings.
@@ -166,7 +166,7 @@ def evaluate(
     *,
     split: Split | None = None,
     path: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     batches: Annotated[int, NOT_NEGATIVE] = 0,
     trust: bool = False,
 ) -> "MeasuredModel":
@@ -239,7 +239,7 @@ def _path(model: "TrainedModel | Path | str") -> Path:
 
 @contextmanager
 def _opened(
-    model: "TrainedModel | Path | str", checkpoint: str, trust: bool
+    model: "TrainedModel | Path | str", checkpoint: str | int, trust: bool
 ) -> Generator[tuple["TrainedModel", list[str]]]:
     """The model of a path, or one that is open already as it is, and the warnings until the end; those of a path are reported, too.
 

@@ -196,7 +196,7 @@ class PreparedModel:
 
 def prepare_model(
     path: Path,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     *,
     precision: Precision = Precision.auto,
     trust: bool = False,
@@ -227,7 +227,7 @@ def prepare_model(
         from systolic.setup import with_frozen
 
         with Run.open(path) as run:
-            loaded = weights.load(run, setup.steps, checkpoint)
+            loaded = weights.load(run, setup.steps, str(checkpoint))
             loaded = with_frozen(loaded, setup, run.path, read_record(run))
         for line in loaded.skipped:
             warn(f"{line}; using step {loaded.step}")
@@ -506,8 +506,18 @@ class TrainedModel:
 
     # Prediction
 
-    def predict(self, files: Path | str | Sequence[Path | str]) -> list[dict[str, Any]]:
-        """An answer for each file, in their order: arguments and errors as :meth:`predictions`."""
+    def predict(
+        self, files: Path | str | Sequence[Path | str] | Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """An answer for each file, in their order: arguments and errors as :meth:`predictions`.
+
+        Arrays by name, ``{"x": array}``, are taken in the place of a table or an ``.npz`` file, and each of their
+        rows gets an answer.
+        """
+        if isinstance(files, Mapping):
+            from systolic.inference.predictions import answers_of
+
+            return answers_of(self.setup.steps, self.weights, files)
         return [answer for _, answer in self.predictions(files)]
 
     def predictions(
@@ -529,9 +539,12 @@ class TrainedModel:
         """
         from systolic.inference.predictions import predictions
 
-        several = [files] if isinstance(files, str | Path) else files
-        if not isinstance(several, Iterable):
-            raise OptionError(f"files is {files!r}; give a path or a list of paths")
+        several = list(files) if isinstance(files, Iterable) else [files]
+        several = [files] if isinstance(files, str | Path) else several
+        if not all(isinstance(file, str | Path) for file in several):
+            raise OptionError(
+                f"files has the type {type(files).__name__}; give a path, a list of paths, or arrays by name as predict({{name: array}})"
+            )
         if self.takes_texts:
             from systolic.inference.predictions import embeddings
 

@@ -372,6 +372,28 @@ def rows_of(
             yield file, {"error": str(error)}
 
 
+def answers_of(
+    steps: StepFunctions, weights: Weights, arrays: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The answer for each row of arrays by name, as plain values.
+
+    Raises:
+        OptionError: the model takes files alone.
+        DataError: an array is missing, unknown, or of another shape or kind.
+    """
+    data, where = steps.job.data, "files"
+    if isinstance(data, InputFiles):
+        run = Runner(steps, weights, MOST, data.together)
+        return [named(output, ()) for output in run(data.examples_of(arrays, where))]
+    if not are_rows(data):
+        raise OptionError(
+            f"files is a dict of arrays, and {steps.job.name} predicts for files; give a path or a list of paths"
+        )
+    form = TableForm(steps)
+    predictor = Predictor(form, weights.params, weights.model_state)
+    return list(_answers(steps, predictor, form.inputs(weights).rows_of(arrays, where)))
+
+
 def _answers(
     steps: StepFunctions, run: Predictor, rows: Iterator[dict[str, np.ndarray]]
 ) -> Iterator[dict[str, Any]]:

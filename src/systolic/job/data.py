@@ -92,6 +92,8 @@ class Contents:
     """Digest of the file names."""
     digest: str
     """Digest of the sizes and of the contents, up to a bound."""
+    arrays: tuple[str, ...] = ()
+    """Name, type and shape of each array; () of files, and in records of earlier versions."""
 
 
 class Batches(Protocol):

@@ -12,6 +12,7 @@ import msgspec
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, OptionError, OutOfRangeError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check, complaint, ranges_of
+from systolic.core.units import with_article
 from systolic.job.data import Data
 from systolic.job.layout import Axis, Layout, Remat
 from systolic.job.model import Adapter, Model, Task
@@ -304,14 +305,14 @@ def _check_parts(model: object, task: object, data: object) -> None:
             cure = f"wrap it: systolic.data.arrays.Arrays.of({splits or 'train={name: array}'}), or Arrays.call(load) for a function that makes it"
         elif callable(data):
             cure = "wrap it: systolic.data.arrays.Arrays.call(load) calls it when the data is first needed"
-        raise OptionError(f"the job's data is a {type(data).__name__}; {cure}")
+        raise OptionError(f"the job's data is {with_article(type(data).__name__)}; {cure}")
     if not isinstance(model, Model):
         raise OptionError(
-            f"the job's model is a {type(model).__name__}; give a systolic.job.Model, a frozen dataclass whose build(rngs, target) returns the module"
+            f"the job's model is {with_article(type(model).__name__)}; give a systolic.job.Model, a frozen dataclass whose build(rngs, target) returns the module"
         )
     if not isinstance(task, Task):
         raise OptionError(
-            f"the job's task is a {type(task).__name__}; give a systolic.job.Task, whose terms(model, batch, train) return the loss"
+            f"the job's task is {with_article(type(task).__name__)}; give a systolic.job.Task, whose terms(model, batch, train) return the loss"
         )
 
 

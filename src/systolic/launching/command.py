@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from systolic.chips import Slice
-from systolic.core.arguments import OptionWords, Required, TextWord, Wording, command_of
+from systolic.core.arguments import OptionWords, Partner, Required, TextWord, Wording, command_of
 from systolic.core.option_words import command_line, option_words, path_text
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter
@@ -58,7 +58,7 @@ def launch(  # noqa: PLR0913  the options of systolic launch
     via: Annotated[str, VIA],
     submit: bool = False,
     plan: Annotated["Plan | Path | str | None", OptionWords(Path | None)] = None,
-    candidate: Annotated[int, COUNT] = 1,
+    candidate: Annotated[int, COUNT, Partner("plan")] = 1,
     quick: bool = False,
     spot: bool = False,
     reserved: bool = False,

@@ -290,7 +290,20 @@ def launch_in(folder: Path) -> Launched:
     launched = read_typed(folder / RECORD, Launched, "launch it again")
     if launched is None:
         raise DataError(f"{folder / RECORD} is missing; launch it again")
+    for time in _times(launched):
+        try:
+            datetime.datetime.fromisoformat(time)
+        except ValueError as error:
+            raise DataError(f"{folder / RECORD} is damaged ({error}); launch it again") from error
     return replace(launched, folder=str(folder.absolute()))
+
+
+def _times(launched: Launched) -> list[str]:
+    """All times of a record."""
+    before = [
+        time for each in launched.earlier for time in (each.submitted, each.stopped, each.until)
+    ]
+    return [time for time in (launched.submitted, launched.stopped, *before) if time is not None]
 
 
 def last_record(folder: Path, name: str) -> Launched | None:

@@ -22,6 +22,7 @@ from systolic.launching.record import (
     OUTPUT,
     POLL_SECONDS,
     PROCESS,
+    RECORD,
     TIMES,
     Launched,
 )
@@ -430,6 +431,10 @@ def output_of(
     path = log_of(launched, process)
     if path is None:
         words = launched.commands.follow if follow else launched.commands.logs
+        if not words:
+            raise DataError(
+                f"{launched.path / RECORD} is damaged (it has no command for logs); launch it again"
+            )
         check_client(words[0])
         return streamed(launched.path, words)
     if not path.exists() and not (follow and launched.alive()):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.chips import SLICES, Slice
-from systolic.core.arguments import Alternative, OptionWords, argument, command_of
+from systolic.core.arguments import Alternative, OptionWords, Partner, argument, command_of
 from systolic.core.errors import OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import working
@@ -64,7 +64,7 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
     on: Annotated[
         str | Slice | Sequence[str | Slice] | None, SLICES, OptionWords(str | None)
     ] = None,
-    quick: bool = False,
+    quick: Annotated[bool, Partner("on")] = False,
     repeats: Annotated[int, NOT_NEGATIVE, OptionWords(int, default=5)] = 0,
     trust: bool = False,
 ) -> "QuantizedModel":

@@ -255,12 +255,27 @@ def job_from_json(plain: Mapping[str, Any], types: Mapping[str, str], run: Path)
         run: The run, for messages.
 
     Raises:
-        RunError: a part is not of this package, or does not read in this version.
+        RunError: a part is missing or not of this package, or does not read in this version.
     """
+    check_parts(plain, run)
     job = {**plain}
     for part in _PARTS:
         job[part] = {key: each for key, each in plain[part].items() if key != "type"}
     return _made(job, Job, "", types, run)
+
+
+def check_parts(plain: Mapping[str, Any], run: Path) -> None:
+    """Refuses a job without its parts, in a file that lost them.
+
+    Raises:
+        RunError: names the first.
+    """
+    for part in _PARTS:
+        if not isinstance(plain.get(part), Mapping):
+            file = run / JOB if run.is_dir() else run
+            raise RunError(
+                f"{file} is damaged (its job has no {part}); restore it, or start again in another folder"
+            )
 
 
 def _chosen(value: Any, prefix: str) -> Iterator[tuple[str, type]]:
@@ -292,6 +307,8 @@ def _made(value: Any, hint: Any, name: str, types: Mapping[str, str], run: Path)
         except (msgspec.ValidationError, TypeError) as error:
             raise _unreadable(run, error) from error
     holder = _declared(kind)
+    if not isinstance(value, Mapping) or not is_dataclass(holder):
+        raise _unreadable(run, TypeError(f"{name or 'job'} has no class or no fields"))
     hints = typing.get_type_hints(holder)
     inner = {
         each.name: _made(value[each.name], hints[each.name], f"{prefix}{each.name}", types, run)

@@ -520,7 +520,7 @@ def renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     """Summary whose commands and paths name the run's present place."""
     before, now = summary.get("run"), str(path)
     moved = dict(summary)
-    if before is not None and before != now:
+    if isinstance(before, str) and before != now:
         moved["run"] = now
         if isinstance(command := summary.get("next"), str):
             moved["next"] = command.replace(shlex.quote(before), shlex.quote(now), 1)
@@ -534,6 +534,11 @@ def _occupied(folder: Path) -> str:
     if (folder / JOB).is_file():
         return f"{folder} already holds a run; continue it with systolic train --resume {shlex.quote(str(folder))} or choose another folder"
     return f"{folder} is not empty and not a run; choose another folder"
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Runs in a folder, or the trials of the study that it is."""
+    return sorted(_runs(folder) or _runs(folder / "trials"))
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -552,7 +557,7 @@ def _not_a_run(folder: Path) -> str:
     for parent in folder.absolute().parents:
         if (parent / JOB).is_file():
             return f"{folder} is not a run but a part of one; did you mean {parent}?"
-    inside = _runs(folder)
+    inside = runs_in(folder)
     if inside:
         newest = max(inside, key=lambda path: (path / JOB).stat().st_mtime)
         return f"{folder} is not a run but holds {len(inside)}; did you mean {newest}?"

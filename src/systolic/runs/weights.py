@@ -241,7 +241,7 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
     if path.exists():
         what = "a file" if path.is_file() else "a folder of another kind"
     raise NotFoundError(
-        f"init-from {path} is {what}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
+        f"--init-from {path} is {what}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
     )
 
 
@@ -256,12 +256,12 @@ def _check(path: Path, record: JobRecord, job: Job) -> None:
     theirs, ours = model.kind, type(job.model).__name__
     if theirs and theirs != ours:
         raise RunError(
-            f"init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
+            f"--init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
         )
     for name, value in job.to_json()["model"].get("mup", {}).items():
         before = (model.mup or {}).get(name, 0)
         if before != value:
             option = f"model.mup.{name.replace('_', '-')}"
             raise RunError(
-                f"init-from {path} was trained with {option} {before}, and with {value} its weights would mean something else; give --{option} {before}"
+                f"--init-from {path} was trained with {option} {before}, and with {value} its weights would mean something else; give --{option} {before}"
             )

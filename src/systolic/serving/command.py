@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from systolic.core.arguments import OptionWords, command_of, explained_by
+from systolic.core.arguments import OptionWords, Partner, command_of, explained_by
 from systolic.core.errors import MissingExtraError, OptionError, extra
 from systolic.core.option_words import path_text
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
@@ -77,8 +77,8 @@ def serve(  # noqa: PLR0913  the options of systolic serve
     tls_key: Path | str | None = None,
     keys: Path | str | None = None,
     new_key: str | None = None,
-    rate_per_minute: Annotated[int, NOT_NEGATIVE] = 0,
-    tokens_per_minute: Annotated[int, NOT_NEGATIVE] = 0,
+    rate_per_minute: Annotated[int, NOT_NEGATIVE, Partner("keys")] = 0,
+    tokens_per_minute: Annotated[int, NOT_NEGATIVE, Partner("keys")] = 0,
     grace_seconds: Annotated[float, NOT_NEGATIVE] = 45.0,
     deadline_seconds: Annotated[float | None, POSITIVE] = None,
     body_bytes: Annotated[int, COUNT] = 64 << 20,
@@ -100,7 +100,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
     log: LOGS = "auto",
     check_cache: bool = False,
     log_prompts: bool = False,
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "ServerEnd | NewKey | list[KeptPrograms]":
     """Serves trained models: OpenAI's API, the Open Inference Protocol and TensorFlow Serving's REST on one port.
@@ -195,7 +195,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         model_control=model_control,
         log=log,
         log_prompts=log_prompts,
-        checkpoint=checkpoint,
+        checkpoint=str(checkpoint),
         trust=trust,
     )
     if check_cache:
@@ -261,7 +261,7 @@ def batch(  # noqa: PLR0913  the options of systolic batch
     pages: Annotated[int, NOT_NEGATIVE] = 0,
     kv_dtype: ServedCache = ServedCache.plain,
     precision: FORMS = "auto",
-    checkpoint: str = "best",
+    checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "BatchProgress":
     """Answers the requests of a file in OpenAI's batch format, each line exactly once. Rerun to continue.
@@ -297,7 +297,7 @@ def batch(  # noqa: PLR0913  the options of systolic batch
                 cache=kv_dtype,
             ),
             precision=Precision(precision),
-            checkpoint=checkpoint,
+            checkpoint=str(checkpoint),
             trust=trust,
         )
     except ImportError as error:

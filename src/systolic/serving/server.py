@@ -1,6 +1,7 @@
 """``systolic serve``: models opened from runs and files, behind a web server."""
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,14 +81,16 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
         name = head if mark else path.resolve().name
         if _NAME.fullmatch(name) is None:
             raise OptionError(
-                f"{name!r} is no name for a model; write NAME={path} with letters, digits, '.', '_', '-', and '/' between them"
+                f"{name!r} is no name for a model; write NAME={shlex.quote(str(path))} with letters, digits, '.', '_', '-', and '/' between them"
             )
         if taken := set(name.split("/")[1:]) & set(ENDS):
             raise OptionError(
-                f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; write NAME={path} with another name"
+                f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; write NAME={shlex.quote(str(path))} with another name"
             )
         if any(target.name == name for target in models):
-            raise OptionError(f"two models are called {name}; write NAME={path} with another name")
+            raise OptionError(
+                f"two models are called {name}; write NAME={shlex.quote(str(path))} with another name"
+            )
         models += [
             ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)
         ]

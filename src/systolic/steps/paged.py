@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.core.errors import RunError
+from systolic.core.units import with_article
 from systolic.job import ServedCache
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
 from systolic.models.decoder.module import DecoderModule
@@ -150,7 +151,7 @@ class PagedSteps:
         module = self.steps.network.module(params, model_state, train=False)
         if not isinstance(module, DecoderModule):
             raise RunError(
-                f"{self.steps.job.name} is a {type(self.steps.job.model).__name__}, which does not generate text over pages; serve it as another kind of model"
+                f"{self.steps.job.name} is {with_article(type(self.steps.job.model).__name__)}, which does not generate text over pages; serve it as another kind of model"
             )
         return module
 

@@ -22,7 +22,7 @@ from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource, kept_flags
 from systolic.runs import manifest, paths
 from systolic.runs.access import Access
-from systolic.runs.job_record import JobRecord, RunFlags, read_record, types_of
+from systolic.runs.job_record import JobRecord, RunFlags, check_parts, read_record, types_of
 from systolic.runs.plan_choice import Chosen
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
@@ -81,7 +81,7 @@ def check_resume(
         if what is not None:
             where = old.where if new is None else new.where
             raise DataError(
-                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run with init-from {shlex.quote(str(run.path))}"
+                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run with --init-from {shlex.quote(str(run.path))}"
             )
     return now
 
@@ -192,10 +192,16 @@ def _same_settings(
         "optimizer": ("kind",),
         "dtypes": ("parameters", "moments"),
     }
-    old = {"seed": before["seed"]}
+    check_parts(before, run.path)
+    old = {name: before[name] for name in ("seed",) if name in before}
     for part, names in kept.items():
         # Runs of earlier versions lack some parts and fields.
-        known = {name: before[part][name] for name in names if name in before.get(part, {})}
+        fields = before.get(part)
+        known = (
+            {name: fields[name] for name in names if name in fields}
+            if isinstance(fields, Mapping)
+            else {}
+        )
         old |= flat(known, f"{part}.")
     new = flat(now)
     changed = [

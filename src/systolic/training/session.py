@@ -286,7 +286,7 @@ def start(
     setup, begun_with = with_initial(setup, init_from, audience)
     if begun_with is not None and setup.job.adapter:
         raise OptionError(
-            f"init-from {init_from} sets all weights, and the job trains adapters beside those of {setup.job.start}; give the model that it begins with as --from"
+            f"--init-from {init_from} sets all weights, and the job trains adapters beside those of {setup.job.start}; give the model that it begins with as --from"
         )
     origin = None
     if begun_with is None:

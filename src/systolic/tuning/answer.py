@@ -218,6 +218,7 @@ def _trained(tuning: Tuning, search: Tuning, shared: SharedStudy, workers: int) 
 
     worker = TrialWorker(tuning=tuning, shared=shared, ended=ended)
     with shared.reported():
+        ended()  # trials of an earlier call, so that a display tells those of this one
         worker.work()
     result = tuning.result(shared, stopped=worker.stopped)
     return replace(result, interrupted=worker.stopped == INTERRUPTED)

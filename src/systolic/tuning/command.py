@@ -100,8 +100,8 @@ def tune(  # noqa: PLR0913  the options of systolic tune
 
     The folder gets ``study.json`` and ``report.html``. Ctrl-C and SIGTERM end the search with its results so far and
     ``stopped`` set; the same call continues it. The command and other processes may run trials of the study at the same
-    time. A :class:`~systolic.core.reporter.Reporter` gets the results so far after each trial, and after each of the
-    repeats theirs.
+    time. A :class:`~systolic.core.reporter.Reporter` gets the results so far before the first trial and after each, and
+    those of the repeats likewise.
 
     Args:
         recipe: Name of a recipe, or ``path/to/file.py:function``.

@@ -408,7 +408,9 @@ class Tuning:
         return [end for end in edges if end is not None]
 
     def _words(self, name: str, value: Any) -> list[str]:
-        return shlex.split(typed(name, value))
+        """Words of ``train`` for a value that the study stores."""
+        option = next(each for each in self.searched if each.name == name)
+        return shlex.split(typed(name, option.typed(value)))
 
     def open(self) -> SharedStudy:
         """Opens or creates the study and its folder.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, is_dataclass
 from decimal import Decimal
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from systolic.core.errors import OptionError, OutOfRangeError
 from systolic.core.option_words import nearest_option
@@ -183,7 +183,7 @@ def parse(texts: Sequence[str], typed: Typed) -> list[Searched]:
     searched: dict[str, Searched] = {}
     for text in texts:
         name, equals, spec = text.removeprefix("--").partition("=")
-        name = name.replace("_", "-")
+        name = ".".join(map(dashed, name.split(".")))
         if not equals or not spec:
             raise OptionError(
                 f"--search is {text!r}; it takes an option with {FORMS}: --search optimizer.learning-rate=log:1e-4..1e-2"
@@ -305,12 +305,7 @@ def read_value(hint: Any, word: str, named: str) -> Any:
         OptionError: it does not parse.
         OutOfRangeError: it is out of its range.
     """
-    plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-    union = typing.get_origin(plain) in (typing.Union, UnionType)
-    kinds = list(typing.get_args(plain)) if union else [plain]
-    if NoneType in kinds and word == "None":
-        return None
-    kinds = [kind for kind in kinds if kind is not NoneType]
+    kinds = _kinds(hint)
     for kind in kinds:
         try:
             value = _converted(kind, word)
@@ -320,7 +315,17 @@ def read_value(hint: Any, word: str, named: str) -> Any:
         if limit is not None and (problem := complaint(named, limit, value)) is not None:
             raise OutOfRangeError(problem)
         return value
-    raise OptionError(f"{named} is {word!r}; it takes {' or '.join(map(_type_text, kinds))}")
+    takes = list(dict.fromkeys(_type_text(kind) for kind in kinds if kind is not NoneType))
+    raise OptionError(f"{named} is {word!r}; it takes {' or '.join(takes)}")
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Types of which an option takes one, None before those that any text is."""
+    plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    if typing.get_origin(plain) not in (typing.Union, UnionType):
+        return [plain]
+    kinds = [kind for part in typing.get_args(plain) for kind in _kinds(part)]
+    return sorted(kinds, key=lambda kind: kind is not NoneType)
 
 
 def _option_types(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
@@ -348,18 +353,51 @@ def _converted(kind: Any, word: str) -> Any:
         if word.lower() not in _SWITCH:
             raise ValueError
         return _SWITCH[word.lower()]
+    if kind is NoneType and word == "None":
+        return None
     if typing.get_origin(kind) is tuple:
-        (inner, *_) = typing.get_args(kind)
-        return tuple(_converted(inner, each) for each in shlex.split(word))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(word)
+        return _several(typing.get_args(kind), shlex.split(word))
+    if choices := _members(kind):
+        if word not in choices:
+            raise ValueError
+        return choices[word]
     if kind in (int, float, str, Path):
         return kind(word)
     raise ValueError
 
 
-def _type_text(kind: Any) -> str:
+def _several(kinds: tuple[Any, ...], words: Sequence[str]) -> tuple[Any, ...]:
+    """Words as the parts of a tuple.
+
+    Raises:
+        ValueError: there are more or fewer, or one is of no type that its part takes.
+    """
+    if kinds[-1:] == (...,):
+        kinds = kinds[:1] * len(words)
+    parts = []
+    for hint, word in zip(kinds, words, strict=True):
+        try:
+            parts.append(read_value(hint, word, word))
+        except OptionError as error:
+            raise ValueError from error
+    return tuple(parts)
+
+
+def _members(kind: Any) -> dict[str, Any]:
+    """Choices of an enum or a Literal by their text; {} of another type."""
+    if typing.get_origin(kind) is Literal:
+        return {str(choice): choice for choice in typing.get_args(kind)}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        names = sorted(str(each.value) for each in kind)
+        return {str(choice.value): choice for choice in kind}
+    return {}
+
+
+def _type_text(kind: Any) -> str:
+    if names := sorted(_members(kind)):
         return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    if typing.get_origin(kind) is tuple:
+        inner = dict.fromkeys(_type_text(part) for part in typing.get_args(kind) if part is not ...)
+        return f"values with spaces between, each {' or '.join(inner)}"
+    if typing.get_origin(kind) in (typing.Union, UnionType, Annotated):
+        return " or ".join(_type_text(part) for part in _kinds(kind) if part is not NoneType)
     return _TYPE_TEXTS.get(kind, f"no text, but a {inspect.formatannotation(kind)}")

@@ -102,6 +102,11 @@ def test_a_model_that_is_ready_answers_while_others_are_not() -> None:
         assert http.get("/v2/models/embedding/ready").status_code == 503
         unknown = http.get("/v2/models/nothing").json()["error"]
         assert unknown == "there is no model 'nothing'; served are: echo, embedding"
+        # Another version of a model that is opened is none that comes.
+        body = {"inputs": []}
+        later = http.post("/v2/models/embedding/versions/7/infer", json=body)
+        assert later.status_code == 404
+        assert later.json()["error"] == "embedding has no version 7; served are: 1"
         states = {"echo": True, "embedding": False}
         told = http.get("/v2/health/ready").json()
         assert (told["ready"], {it["name"]: it["ready"] for it in told["models"]}) == (

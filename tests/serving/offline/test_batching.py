@@ -159,7 +159,7 @@ def test_python_answers_what_the_command_answers_and_prints_nothing(
 
     assert answers(command.out) == answers(python.out)
     with pytest.raises(
-        OptionError, match=r"--kv-dtype is 'int3'; did you mean int8\?; it takes plain, int8, fp8"
+        OptionError, match=r"kv_dtype is 'int3'; did you mean int8\?; it takes plain, int8, fp8"
     ):
         systolic.batch(*python.words, kv_dtype="int3")  # ty: ignore[invalid-argument-type]
 

@@ -82,7 +82,7 @@ class TextData(Data):
         template = self.find_template()
         if template is None:
             raise OptionError(
-                f"the tokenizer {self.get_tokenizer().file() or 'of bytes'} has no chat template, so the model knows no chat; leave --chat out"
+                f"the tokenizer {self.get_tokenizer().file() or 'of bytes'} has no chat template, so the model knows no chat; give prompts as text, without --chat and --system"
             )
         return template.render(messages, answer=True)
 

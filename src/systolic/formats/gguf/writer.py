@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, RunError, extra
+from systolic.core.units import with_article
 from systolic.formats.comparison import Parity, compare, probe_of
 from systolic.formats.export import (
     OF_DTYPES,
@@ -87,7 +88,7 @@ def describe(config: Config, source: str) -> Described:
     kind = config["model_type"]
     if kind not in KINDS:
         raise OptionError(
-            f"{source} is a {kind}, which is not written as GGUF; written are {', '.join(KINDS)}: give --to hf, and llama.cpp's own converter that folder"
+            f"{source} is {with_article(kind)}, which is not written as GGUF; written are {', '.join(KINDS)}: give --to hf, and llama.cpp's own converter that folder"
         )
     model = family(config, source).model(config)
     assert isinstance(model, Decoder)

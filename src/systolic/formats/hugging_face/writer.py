@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from systolic.core.errors import OptionError
+from systolic.core.units import with_article
 from systolic.data.text.text_data import TextData
 from systolic.formats.export import Exported, ExportSource, compared, payload_of
 from systolic.formats.source import Source, TransformersSource, most_common
@@ -219,7 +220,7 @@ def differences(model: Model, config: Config) -> list[str]:
     """Fields in which a model is not the one of a config.json, as text."""
     said = _family(config).model(config)
     if type(said) is not type(model):
-        return [f"it is a {type(model).__name__}"]
+        return [f"it is {with_article(type(model).__name__)}"]
     named = model.lasting() | set(CONSTANTS) if model.lasting() else set(_facts(model))
     mine, theirs = _facts(model), _facts(said)
     return [

@@ -17,6 +17,7 @@ from systolic.core.errors import (
     SystolicError,
     extra,
 )
+from systolic.core.units import with_article
 from systolic.models.program.function import (
     VALUE_ERRORS,
     Named,
@@ -249,7 +250,7 @@ def torch_function(returned: Any, source: str, placed: int = 0) -> PureFunction:
     for name, value in constants.items():
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
             raise DataError(
-                f"example input {name} of {source} is a {type(value).__name__} of tensors; wrap the module in one whose forward takes each tensor by itself"
+                f"example input {name} of {source} is {with_article(type(value).__name__)} of tensors; wrap the module in one whose forward takes each tensor by itself"
             )
     trained, state = _arrays(module)
     kinds = {name: tensor.dtype for name, tensor in inputs.items()}

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import check_folder_writable, check_room, write_json
+from systolic.core.units import with_article
 from systolic.job import Model, Quantization
 from systolic.runs import failure
 from systolic.runs.bundle.packed import (
@@ -124,7 +126,7 @@ def model_record(model: Model) -> dict[str, Any]:
     name = type(model).__name__
     if MODELS.get(name) != type(model).__module__:
         raise RunError(
-            f"a {type(model).__name__} can't be kept in a Bundle; kept are {', '.join(MODELS)}"
+            f"{with_article(type(model).__name__)} can't be kept in a Bundle; kept are {', '.join(MODELS)}"
         )
     return {"type": name, **msgspec.to_builtins(model, enc_hook=str)}
 
@@ -141,6 +143,10 @@ def open_bundle(folder: Path) -> Bundle:
     try:
         plain = json.loads(file.read_bytes())
     except OSError as error:
+        if (folder / JOB).is_file():
+            raise NotFoundError(
+                f"{folder} is a run, and no Bundle; systolic export {shlex.quote(str(folder))} --to bundle writes one"
+            ) from error
         raise NotFoundError(
             f"{folder} is no Bundle: {MANIFEST} can't be read ({error.strerror}); make one with systolic import"
         ) from error
@@ -184,7 +190,7 @@ def _check_files(folder: Path, record: BundleRecord) -> None:
 def _model(record: BundleRecord, file: Path) -> Model:
     fields = dict(record.model)
     name = fields.pop("type", None)
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise DataError(
             f"{file} holds a {name}, known are {', '.join(MODELS)}; upgrade Systolic, or import the model again"
         )

@@ -1,8 +1,9 @@
 """JSON of the routes: bodies of requests as typed records, answers, and the error body of each protocol."""
 
 import math
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -198,10 +199,10 @@ _BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) (\S+)")
 _KIND = re.compile(r"Expected `([^`]+)`, got `[^`]+`")
 _STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+|\.\.\.)\]")
 _BOUNDS = {
-    ">=": "{:.15g} or more",
-    "<=": "{:.15g} or less",
-    ">": "more than {:.15g}",
-    "<": "less than {:.15g}",
+    ">=": "{} or more",
+    "<=": "{} or less",
+    ">": "more than {}",
+    "<": "less than {}",
 }
 _KINDS = {
     "int": "a whole number",
@@ -244,28 +245,65 @@ def _judged(text: str, raw: bytes) -> ProblemError:
     if missing := _MISSING.fullmatch(reason):
         param = f"{path}.{missing[1]}" if path else missing[1]
         return bad(f"{param} is missing; send it", param)
-    sent = f"{path or 'the body'} is {_shown(raw, path)}"
-    if bound := _BOUND.fullmatch(reason):
-        return bad(f"{sent}; ask for {_BOUNDS[bound[1]].format(float(bound[2]))}", path)
-    if kind := _KIND.fullmatch(reason):
-        names = [
-            _KINDS.get(type_name, type_name)
-            for type_name in kind[1].split(" | ")
-            if type_name != "null"
-        ]
+    bound, kind = _BOUND.fullmatch(reason), _KIND.fullmatch(reason)
+    kinds = kind[1].split(" | ") if kind else ()
+    path, value = _located(msgspec.json.decode(raw), path, lambda value: _fits(value, bound, kinds))
+    sent = f"{path or 'the body'} is {_shown(value)}"
+    if bound:
+        limit = bound[2] if bound[2].lstrip("-").isdigit() else f"{float(bound[2]):.15g}"
+        return bad(f"{sent}; ask for {_BOUNDS[bound[1]].format(limit)}", path)
+    if kind:
+        names = [_KINDS.get(name, name) for name in kinds if name != "null"]
         return bad(f"{sent}; send {' or '.join(names)}", path or None)
     if reason.startswith("Invalid enum value"):
         return bad(f"{sent}, which is not supported; leave it out", path)
     return bad(f"{path or 'the body'}: {reason}", path or None)
 
 
-def _shown(raw: bytes, path: str) -> str:
-    """The value at a path of some JSON, cut to a few characters."""
-    value = msgspec.json.decode(raw)
-    for name, index in _STEP.findall(path):
-        if index == "...":
-            return "out of range"  # Which one of an object's values is not known.
-        value = value[int(index)] if index else value[name]
+def _located(value: Any, path: str, fits: Callable[[Any], bool]) -> tuple[str, Any]:
+    """A path of msgspec's with the key that it leaves out, as in ``logit_bias[...]``, and the value there; the first that does not fit."""
+    for step in _STEP.finditer(path):
+        name, index = step.groups()
+        if index != "...":
+            value = value[int(index)] if index else value[name]
+            continue
+        head, rest = path[: step.start()], path[step.end() :]
+        for key, entry in value.items():
+            try:
+                below, inner = _located(entry, rest, fits)
+            except (LookupError, TypeError):  # an entry without that part
+                continue
+            if not fits(inner):
+                return f"{head}[{msgspec.json.encode(key).decode()}]{below}", inner
+    return path, value
+
+
+_OF_KIND: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_IN_BOUND: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def _fits(value: Any, bound: re.Match[str] | None, kinds: Sequence[str]) -> bool:
+    """Whether a value passes the bound or is of one of the kinds that msgspec says it fails."""
+    if bound:
+        return type(value) in (int, float) and _IN_BOUND[bound[1]](value, float(bound[2]))
+    return any(type(value) in _OF_KIND.get(kind, ()) for kind in kinds)
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut to a few characters."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 

@@ -332,8 +332,13 @@ class ServerState:
         held = [model.version for model in self.registry.everything() if model.name == name]
         if version in held or (held and version is None):
             return
-        if any(name == other and version in (None, number) for other, number in self.opening):
+        loading = [number for other, number in self.opening if other == name]
+        if version in loading or (loading and version is None):
             raise self.not_ready(name)
+        if not held and loading:
+            raise NotFoundError(
+                f"{name} has no version {version}; served are: {', '.join(map(str, sorted(loading)))}"
+            )
         if not held and name in self.unloaded:
             raise NotFoundError(self._out([name]))
         if not held and self.opening:
