@@ -339,7 +339,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     weights: ServedWeights = ServedWeights.plain,
     kv_dtype: ServedCache = ServedCache.plain,
     expert_axis: ExpertAxis | None = None,
-    flags: str = "",
+    flags: Annotated[str | Sequence[str], FLAGS] = "",
     quick: bool = False,
     calibration: Corrections = None,
     **options: Any,

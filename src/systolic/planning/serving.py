@@ -16,7 +16,7 @@ from systolic.core.notebook import notebook_html
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
-from systolic.forecasting.command import forecast_server
+from systolic.forecasting.command import FLAGS, forecast_server
 from systolic.forecasting.serving.capacity import ServerTimes, check_context, server_times
 from systolic.forecasting.serving.demand import Demand, Fleet, fleet
 from systolic.forecasting.serving.forecast import (
@@ -263,7 +263,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     candidates: Annotated[int, COUNT] = CANDIDATES,
     finalists: Annotated[int, NOT_NEGATIVE] = 1,
-    flags: str = "",
+    flags: Annotated[str | Sequence[str], FLAGS] = "",
     compiler: Annotated[Compiler | None, PYTHON] = None,
     target: Annotated[str, PYTHON] = "",
     **options: Any,
@@ -360,7 +360,7 @@ class _ServingSearch:
     demand: Demand
     price: PriceTerm
     cache: ServedCache
-    flags: str
+    flags: str | Sequence[str]
     compiler: Compiler
     rejected: list[ServingRejection] = field(default_factory=list)
 
