@@ -19,7 +19,7 @@ from typing import Any
 import rows as measured
 
 from systolic.chips import slice
-from systolic.compiling.environment import child_environment
+from systolic.compiling.settings import child_environment
 from systolic.core.errors import SystolicError
 from systolic.core.files import cache_home
 
