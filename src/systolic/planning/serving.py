@@ -12,7 +12,6 @@ from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
 from systolic.core.arguments import PYTHON, Required, Wording, command_of, explained_by
 from systolic.core.errors import LayoutError, OptionError, SystolicError
-from systolic.core.notebook import notebook_html
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
@@ -30,10 +29,11 @@ from systolic.forecasting.serving.server_steps import LeastServer, with_formats
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
-from systolic.models.published import find_published
+from systolic.models.families import find_published
 from systolic.planning.command import all_slices, plan, slices_of
 from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
-from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.recipes.jobs import JobSource, source_of
+from systolic.report.notebook import notebook_html
 
 ROWS = 16
 """Texts at once of ``systolic serve``, where a plan has fewer."""
