@@ -1,0 +1,118 @@
+"""The reference of the site: options of recipes, guides of verbs, names of Python, and what the site's configuration promises."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import systolic
+from systolic.cli.main import VERBS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+HELPS = ROOT / "tests" / "golden" / "train"
+
+
+@pytest.fixture
+def extensions(monkeypatch):
+    """``reference`` and ``recipes`` as Sphinx imports them, without Sphinx."""
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    for name in ("docutils", "docutils.nodes", "sphinx", "sphinx.ext", "sphinx.ext.napoleon"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["docutils"].nodes = sys.modules["docutils.nodes"]
+    sys.modules["sphinx.ext.napoleon"].GoogleDocstring = str
+    import recipes
+    import reference
+
+    yield reference, recipes
+    for name in ("reference", "recipes"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("path", sorted(HELPS.glob("*.txt")), ids=lambda path: path.stem)
+def test_recipe_pages_have_every_option_of_the_help(extensions, path):
+    page = extensions[1].page(path.stem, path.read_text())
+    rows = {
+        row[0]: row
+        for row in re.findall(r"^\| `(--[\w.-]+)` \| (.+?) \| (.+?) \| .* \|$", page, re.M)
+    }
+    assert set(rows) == set(re.findall(r"^  (--[a-z][\w.-]*)", path.read_text(), re.M))
+    assert "## --layout" in page
+    _, values, default = rows["--layout.remat"]
+    assert (values, default) == ("`{none,minimal,save-names,offload,full}`", "`none`")
+    assert rows["--layout.accumulate"][2] == ("-" if path.stem in ("mlm", "sft") else "`1`")
+
+
+def test_the_help_is_read_with_and_without_frames(extensions):
+    framed = "\n".join(
+        [
+            "usage: systolic train lm [-h] [OPTIONS]",
+            "",
+            "Trains a decoder.",
+            "",
+            "╭─ options ─────────────╮",
+            "│ -h, --help            │",
+            "│       shows this      │",
+            "│ --path {None}|PATH    │",
+            "│       Text. (default: │",
+            "│       None)           │",
+            "╰───────────────────────╯",
+            "╭─ guard options ───────╮",
+            "│ A loss that jumps.    │",
+            "│ ───────────────────── │",
+            "│ --guard.jump FLOAT    │",
+            "│       A|B (default:   │",
+            "│       3.0)            │",
+            "╰───────────────────────╯",
+        ]
+    )
+    head, (options, guard) = extensions[1].groups(framed)
+    assert head == "Trains a decoder."
+    assert options.options == [("--path", "PATH", "", "Text.")]
+    assert (guard.title, guard.text) == ("guard options", "A loss that jumps.")
+    assert guard.options == [("--guard.jump", "FLOAT", "3.0", "A|B")]
+    assert "| `--guard.jump` | `FLOAT` | `3.0` | A\\|B |" in extensions[1].page("lm", framed)
+
+
+def test_every_verb_leads_to_a_guide_that_names_it(extensions):
+    guides = extensions[0].GUIDES
+    assert set(guides) == set(VERBS)
+    for verb, pages in guides.items():
+        for page in pages:
+            assert re.search(
+                rf"`?systolic[. ]{verb}\b|`{verb}`", (DOCS / f"{page}.md").read_text()
+            ), (verb, page)
+
+
+def test_pages_of_python_have_every_public_name_and_no_internal_writing(extensions):
+    pages = extensions[0].python_pages(systolic)
+    whole = "".join(pages.values())
+    for name in set(systolic.__all__) - {"__version__"}:
+        assert f"\n### systolic.{name}\n" in whole, name
+        assert f"| [`{name}`](" in pages["python.md"], name
+    assert ".. py:function:: systolic.chips() -> tuple[systolic." in whole
+    signature = extensions[0].signature
+    for name in ("serve", "plan", "plan_serving", "forecast", "AnswerOptions", "Forecast"):
+        value = getattr(systolic, name)
+        shown, _ = signature(
+            None, "class" if isinstance(value, type) else "function", name, value, None, "", ""
+        )
+        assert not re.search(r"<|Annotated|Range\(", shown), (name, shown)
+
+
+def test_hyphens_of_options_stay_hyphens():
+    assert re.search(r"^smartquotes = False", (DOCS / "conf.py").read_text(), re.M)
+    built = sorted((ROOT / "site").rglob("*.html"))
+    assert [page.name for page in built if re.search(r"[\s>(]–[a-z]", page.read_text())] == []
+
+
+def test_measurements_and_the_log_are_not_searched():
+    assert (DOCS / "log.md").read_text().startswith("---\nnosearch: true\n---\n")
+
+
+def test_files_that_pages_offer_exist():
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\{download\}`[^`<]*<([^>]+)>`", page.read_text()):
+            assert (page.parent / target).is_file(), (page.name, target)
