@@ -22,6 +22,7 @@ extensions = [
     "outside",
     "reference",
     "recipes",
+    "extras",
     "truth",
     "llms",
 ]

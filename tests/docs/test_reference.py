@@ -116,3 +116,35 @@ def test_files_that_pages_offer_exist():
     for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\{download\}`[^`<]*<([^>]+)>`", page.read_text()):
             assert (page.parent / target).is_file(), (page.name, target)
+
+
+def test_the_page_on_installing_has_every_extra(monkeypatch):
+    import tomllib
+
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    import extras
+
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.FOR) == set(known["optional-dependencies"])
+    assert (
+        "| `cuda` | training and serving on NVIDIA GPUs, with CUDA 12 from pip | `jax[cuda12]"
+        in extras.extras_table()
+    )
+    assert "| Python | >=3.11 |\n| `jax` | >=0.10.2,<0.13 |" in extras.versions_table()
+    page = (DOCS / f"{extras.PAGE}.md").read_text()
+    assert set(extras.MARK.findall(page)) == set(extras.TABLES)
+    assert {*re.findall(r"\w+", " ".join(re.findall(r"systolic\[([\w,]+)\]", page)))} <= set(
+        extras.FOR
+    )
+
+
+def test_the_page_on_variables_has_those_that_the_package_reads():
+    text = (DOCS / "environment.md").read_text()
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.jinja")]
+    names = set(
+        re.findall(r"\b(?:SYSTOLIC|XDG)_[A-Z_]+\b", "".join(path.read_text() for path in files))
+    )
+    between_processes = {"SYSTOLIC_CAPTURE", "SYSTOLIC_CAPTURE_LENT"}
+    assert names - between_processes == set(
+        re.findall(r"^\| `((?:SYSTOLIC|XDG)_[A-Z_]+)`", text, re.M)
+    )
