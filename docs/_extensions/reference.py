@@ -26,6 +26,8 @@ SPECIAL = re.compile(r"\*|(?<=\w)_(?!\w)")
 HEAD = "<!-- Written by docs/_extensions/reference.py; do not edit. -->\n\n"
 RECIPES = ("recipes", "train", "tune", "forecast", "plan", "explain")
 """Verbs that take the options of a recipe."""
+SECOND = {"data": ("pack", "inspect", "tokenizer"), "launch": ("serve",), "plan": ("serve",)}
+"""Second words of verbs that have a help of their own."""
 GUIDES = {
     "doctor": ("start/first-hour",),
     "chips": ("start/choose-hardware",),
@@ -71,14 +73,20 @@ def write(app: Any) -> None:
     from systolic.cli.main import VERBS
 
     folder = Path(app.srcdir) / "reference"
+    commands = [*VERBS, *(f"{verb} {word}" for verb, words in SECOND.items() for word in words)]
     with ThreadPoolExecutor(2) as pool:
-        helps = dict(zip(VERBS, pool.map(help_of, VERBS), strict=True))
+        texts = pool.map(lambda command: help_of(*command.split()), commands)
+        helps = dict(zip(commands, texts, strict=True))
     verbs = folder / "command-line"
     for name, verb in VERBS.items():
         options = "\n\nOptions of recipes: [by recipe](../recipes.md)." if name in RECIPES else ""
         _keep(
             verbs / f"{name}.md",
-            f"{HEAD}# systolic {name}\n\n{_sentence(verb)}\n\n{_guides(name)}{options}\n\n```text\n{helps[name]}```\n",
+            f"{HEAD}# systolic {name}\n\n{_sentence(verb)}\n\n{_guides(name)}{options}\n\n```text\n{helps[name]}```\n"
+            + "".join(
+                f"\n## systolic {name} {word}\n\n```text\n{helps[f'{name} {word}']}```\n"
+                for word in SECOND.get(name, ())
+            ),
         )
     rows = "\n".join(
         f"| [`systolic {name}`](command-line/{name}.md) | {_sentence(verb)} |"

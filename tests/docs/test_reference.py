@@ -79,6 +79,8 @@ def test_the_help_is_read_with_and_without_frames(extensions):
 def test_every_verb_leads_to_a_guide_that_names_it(extensions):
     guides = extensions[0].GUIDES
     assert set(guides) == set(VERBS)
+    second = {f"{verb}-{word}" for verb, words in extensions[0].SECOND.items() for word in words}
+    assert second == {path.stem for path in (HELPS.parent / "help").glob("*-*.txt")}
     for verb, pages in guides.items():
         for page in pages:
             assert re.search(
