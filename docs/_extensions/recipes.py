@@ -114,6 +114,8 @@ def _options(lines: list[str]) -> Iterator[RecipeOption]:
 def _code(text: str) -> str:
     if text == SWITCH:
         return text
+    if text.startswith("{"):
+        text = text.replace(",", ", ")
     return "`" + text.replace("|", "\\|") + "`" if text else "-"
 
 

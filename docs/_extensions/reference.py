@@ -413,10 +413,18 @@ def link(app: Any, env: Any, node: Any, content: Any) -> Any:
     return nodes.reference("", "", content, internal=True, refuri=f"{address}#{place}")
 
 
+def dash(app: Any, tree: Any) -> None:
+    """Sets a dash between a parameter or an error and its description, where Sphinx writes two hyphens."""
+    for text in [*tree.findall(nodes.Text)]:
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" – "))
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Sphinx calls this."""
     app.connect("builder-inited", write)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", escape, priority=100)
     app.connect("missing-reference", link)
+    app.connect("doctree-read", dash)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

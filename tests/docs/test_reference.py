@@ -41,7 +41,7 @@ def test_recipe_pages_have_every_option_of_the_help(extensions, path):
     assert set(rows) == set(re.findall(r"^  (--[a-z][\w.-]*)", path.read_text(), re.M))
     assert "## --layout" in page
     _, values, default = rows["--layout.remat"]
-    assert (values, default) == ("`{none,minimal,save-names,offload,full}`", "`none`")
+    assert (values, default) == ("`{none, minimal, save-names, offload, full}`", "`none`")
     assert rows["--layout.accumulate"][2] == ("-" if path.stem in ("mlm", "sft") else "`1`")
 
 
@@ -106,8 +106,8 @@ def test_pages_of_python_have_every_public_name_and_no_internal_writing(extensio
 
 def test_hyphens_of_options_stay_hyphens():
     assert re.search(r"^smartquotes = False", (DOCS / "conf.py").read_text(), re.M)
-    built = sorted((ROOT / "site").rglob("*.html"))
-    assert [page.name for page in built if re.search(r"[\s>(]–[a-z]", page.read_text())] == []
+    pages = [page for page in DOCS.rglob("*.md") if re.search(r"[\s(|]–[a-z]", page.read_text())]
+    assert pages == []
 
 
 def test_measurements_and_the_log_are_not_searched():
@@ -150,3 +150,19 @@ def test_the_page_on_variables_has_those_that_the_package_reads():
     assert names - between_processes == set(
         re.findall(r"^\| `((?:SYSTOLIC|XDG)_[A-Z_]+)`", text, re.M)
     )
+
+
+def test_links_of_pages_to_the_reference_lead_to_its_pages(extensions):
+    """Written before each build, these pages are in no checkout, so that links to them are roles."""
+    reference = DOCS / "reference"
+    known = {reference / name for name in ("command-line", "recipes")}
+    known |= {reference / "command-line" / verb for verb in VERBS}
+    known |= {reference / "recipes" / path.stem for path in HELPS.glob("*.txt")}
+    known |= {reference / name.removesuffix(".md") for name in extensions[0].python_pages(systolic)}
+    links = [
+        (page.parent / target).resolve()
+        for page in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("start/*.md")]
+        for target in re.findall(r"\{doc\}`[^`<]*<([^>]+)>`", page.read_text())
+    ]
+    assert len(links) > 15
+    assert [link for link in links if link not in known] == []
