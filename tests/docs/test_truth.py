@@ -220,3 +220,61 @@ def test_by_hand():
     text = (DOCS / "how-it-works.md").read_text()
     for seconds in (gather, memory, matmul, gather + matmul):
         assert f"{seconds * 1e3:.3f} ms" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
+def test_pages_state_the_stored_errors_of_the_blind_rows(extension, page):
+    text, unseen = " ".join((ROOT / page).read_text().split()), extension.blind()
+    for error in (unseen["mean"], unseen["median"]):
+        assert f"{error * 100:.1f} %" in text
+
+
+def test_the_page_on_hardware_has_the_blind_rows_beside_the_others(extension):
+    text = (DOCS / "start" / "choose-hardware.md").read_text()
+    assert "<!-- truth: expected -->" in text
+    assert not re.search(
+        r"^\|.*\d\.\d %.*\|.*\d\.\d %.*\|$",
+        text.split("## What a TPU's")[1].split("## What a GPU's")[0],
+        re.M,
+    )
+    *_, whole, worst = extension.expected_table().splitlines()
+    assert whole == "| all | 8.0 % of 22 | 9.2 % of 35 | 14.8 % of 80 |"
+    assert worst.startswith("| the worst row | 38.4 % | 29.9 % |")
+
+
+def test_pages_say_how_often_the_ranges_held():
+    """Sums of the rows of the dated result, whose halves are judged by each other."""
+    result = (ROOT / "benchmarks" / "results" / "2026-11-22-intervals.md").read_text()
+    rows = re.findall(r"^\| step \| quick \| \w+ \| (all|tpu7x) \| (\d+) \| (\d+) \|", result, re.M)
+    held = {
+        name: [sum(int(row[at]) for row in rows if row[0] == name) for at in (1, 2)]
+        for name in ("all", "tpu7x")
+    }
+    assert held == {"all": [78, 96], "tpu7x": [3, 6]}
+    for page in ("accuracy", "limits", "start/choose-hardware"):
+        text = " ".join((DOCS / f"{page}.md").read_text().split())
+        assert "held 81 % of the" in text, page
+        assert "3 of 6 on TPU7x" in text, page
+
+
+def test_pages_state_the_error_of_served_models():
+    result = (ROOT / "benchmarks" / "results" / "2026-11-23-serve-published.md").read_text()
+    assert "servers, all: 10 rows, mean |error| 56.3%" in result
+    for page in ("limits", "start/serve-a-model"):
+        text = " ".join((DOCS / f"{page}.md").read_text().split())
+        assert "56 %" in text, page
+        assert "mostly too fast" in text, page
+
+
+def test_slices_are_named_by_what_the_page_says():
+    """Names of slices count chips or cores, by the catalogue."""
+    from systolic.chips import slice
+
+    text = " ".join((DOCS / "start" / "choose-hardware.md").read_text().split())
+    by_chips, by_cores = re.search(
+        r"Slices of (.+?) are named by their chips\. Those of (.+?) count cores, two to a chip",
+        text,
+    ).groups()
+    for names, chips in ((by_chips, 8), (by_cores, 4)):
+        for name in re.findall(r"\w+\d\w*", names):
+            assert slice(f"{name.lower()}-8").num_chips == chips, name
