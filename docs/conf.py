@@ -44,6 +44,7 @@ copybutton_prompt_text = "$ "
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
+napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 
 html_theme = "furo"

@@ -28,6 +28,7 @@ OWN = (
     "own-data",
     "fine-tune",
     "checkpoints",
+    "functions",
     "several-hosts",
 )
 
@@ -122,7 +123,7 @@ def test_commands_of_a_guide_run_as_shown(page: str, tmp_path: Path, shell: dict
         if block.caption:
             (tmp_path / block.caption).parent.mkdir(exist_ok=True)
             (tmp_path / block.caption).write_text(block.text)
-        if block.language == "text":
+        if block.language == "text" and can_run(block):
             assert not words(block.text) - words(output), f"{block.text}\nnot in\n{output}"
         if block.language not in ("sh", "console") or not can_run(block):
             continue
