@@ -8,7 +8,8 @@ import pytest
 
 import systolic
 
-pytest.importorskip("sphinx")
+napoleon = pytest.importorskip("sphinx.ext.napoleon")
+pycode = pytest.importorskip("sphinx.pycode")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -37,28 +38,25 @@ def test_what_functions_return_and_take_is_documented(reference: Any) -> None:
 
 def test_no_sentence_is_a_type(reference: Any) -> None:
     """Napoleon takes what stands before a colon, at the beginning of a field or of ``Returns:``, for a type."""
-    from sphinx.ext.napoleon import Config, GoogleDocstring
-    from sphinx.pycode import ModuleAnalyzer
-
-    settings = Config(napoleon_numpy_docstring=False)
+    settings = napoleon.Config(napoleon_numpy_docstring=False)
     kinds = [kind for _, kind in reference.field_types(public())]
     owners = {*kinds, *(value for value in public() if inspect.isclass(value))}
     count = 0
     for owner in owners:
-        analyzer = ModuleAnalyzer.for_module(owner.__module__)
+        analyzer = pycode.ModuleAnalyzer.for_module(owner.__module__)
         analyzer.analyze()
         for (path, name), lines in analyzer.attr_docs.items():
             if path != owner.__name__:
                 continue
             words = [*lines]
             reference.untyped(None, "attribute", name, None, None, words)
-            shown = GoogleDocstring(words, settings, what="attribute").lines()
+            shown = napoleon.GoogleDocstring(words, settings, what="attribute").lines()
             assert not any(":type:" in line for line in shown), (owner, name, lines)
             assert lines[0].replace(":", "") in "".join(shown).replace(":", "")
             count += 1
     for function in filter(inspect.isfunction, public()):
         words = (inspect.getdoc(function) or "").splitlines()
         reference.untyped(None, "function", function.__name__, function, None, words)
-        shown = GoogleDocstring(words, settings, what="function").lines()
+        shown = napoleon.GoogleDocstring(words, settings, what="function").lines()
         assert not any(":rtype:" in line for line in shown), function
     assert count > 300
