@@ -1,5 +1,6 @@
 """Pages of the reference, written from signatures before each build: the command line by verb, and Python's names."""
 
+import ast
 import dataclasses
 import enum
 import inspect
@@ -11,6 +12,8 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,11 @@ from sphinx.ext.napoleon import GoogleDocstring
 import systolic
 import systolic.core.errors as errors_module
 from systolic.core.errors import SystolicError
+from systolic.job import Job
 
 LITERAL = re.compile(r"(``.*?``|:\w+:`.*?`)")
 SPECIAL = re.compile(r"\*|(?<=\w)_(?!\w)")
+RESULTS = ("Returns:", "Yields:")
 HEAD = "<!-- Written by docs/_extensions/reference.py; do not edit. -->\n\n"
 RECIPES = ("recipes", "train", "tune", "forecast", "plan", "explain")
 """Verbs that take the options of a recipe."""
@@ -146,7 +151,7 @@ def _area_page(
     """Sections of an area; ``shown`` are the types that pages before it have."""
     public = {getattr(systolic, name) for name in systolic.__all__ if name != "chips"}
     types = [
-        pair for pair in field_types(value for _, value in classes) if pair[1] not in public | shown
+        pair for pair in field_types(value for _, value in members) if pair[1] not in public | shown
     ]
     shown.update(kind for _, kind in types)
     functions = [pair for pair in members if not inspect.isclass(pair[1])]
@@ -203,17 +208,43 @@ def _without_ranges(kind: type) -> None:
             kind.__annotations__[name] = typing.get_args(hint)[0]
 
 
-def field_types(classes: Iterable[type]) -> list[tuple[str, type]]:
-    """Classes of this package that the fields and properties of ``classes`` have, by name."""
-    public = set(classes)
+def field_types(owners: Iterable[Any]) -> list[tuple[str, type]]:
+    """Classes of this package that functions take and return, or that the fields and properties of classes have, by name.
+
+    A job's parts are there, too: their fields are options of recipes.
+    """
+    public = set(owners)
     kinds = {kind for owner in public for hint in _hints(owner) for kind in _classes(hint)}
-    return sorted(((kind.__name__, kind) for kind in kinds - public), key=lambda pair: pair[0])
+    if Job in kinds:
+        kinds.update(kind for hint in _hints(Job) for kind in _classes(hint))
+    documented = public | {getattr(systolic, name) for name in systolic.__all__}
+    return sorted(((kind.__name__, kind) for kind in kinds - documented), key=lambda pair: pair[0])
 
 
-def _hints(owner: type) -> list[Any]:
+def _hints(owner: Any) -> list[Any]:
+    if not inspect.isclass(owner):
+        return _resolved(owner)
     names = [name for name in vars(owner) if not name.startswith("_")]
     functions = [value.fget for value in map(vars(owner).get, names) if isinstance(value, property)]
     return [hint for source in (owner, *functions) for hint in _resolved(source)]
+
+
+@cache
+def _imported_for_checkers(module: str) -> dict[str, Any]:
+    """Names of this package that a module of it imports for type checkers alone."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    imports = [
+        line
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for line in block.body
+        if isinstance(line, ast.ImportFrom) and str(line.module).startswith("systolic")
+    ]
+    return {
+        alias.asname or alias.name: getattr(import_module(str(line.module)), alias.name)
+        for line in imports
+        for alias in line.names
+    }
 
 
 class _Members(type):
@@ -231,13 +262,14 @@ class _Absent(metaclass=_Members):
 
 
 def _resolved(source: Any) -> list[Any]:
-    """Public annotations of a class or a function; names that are imported for type checkers alone are placeholders."""
+    """Public annotations of a class or a function; names of other packages that are imported for type checkers alone are placeholders."""
+    checked = _imported_for_checkers(source.__module__)
     absent: dict[str, Any] = {}
     while True:
         try:
             described = typing.get_type_hints(source, localns=absent)
         except NameError as error:
-            absent[str(error.name)] = _Absent
+            absent[str(error.name)] = checked.get(error.name, _Absent)
         else:
             return [hint for name, hint in described.items() if not name.startswith("_")]
 
@@ -287,6 +319,18 @@ def escape(app: Any, what: str, name: str, value: Any, options: Any, lines: list
         lines[at] = "".join(
             part if part.startswith(("`", ":")) else SPECIAL.sub(r"\\\g<0>", part) for part in parts
         )
+
+
+def untyped(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Puts a colon before the first line of a field and of ``Returns:``: what stands before a colon there is a type to napoleon."""
+    if what in ("attribute", "data", "property"):
+        places = [at for at, line in enumerate(lines[:1]) if line]
+    else:
+        places = [at + 1 for at, line in enumerate(lines[:-1]) if line.strip() in RESULTS]
+    for at in places:
+        words = lines[at].lstrip()
+        if not words.startswith(": "):
+            lines[at] = f"{lines[at].removesuffix(words)}: {words}"
 
 
 def signature(
@@ -425,6 +469,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", escape, priority=100)
+    app.connect("autodoc-process-docstring", untyped, priority=101)
     app.connect("missing-reference", link)
     app.connect("doctree-read", dash)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

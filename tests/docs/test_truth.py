@@ -168,6 +168,24 @@ def test_rows_agree_with_front(extension):
             assert sorted(mine) == pytest.approx(sorted(values)), (kind, generation)
 
 
+def test_no_constant_rests_on_a_judge_row(extension):
+    """Families that a source of the simulator's fitted constants names are no rows of the judge half."""
+    front, report, _ = extension.modules()
+    sys.path.append(str(front.RESULTS.parent / "accuracy"))
+    from slices import FITTED
+
+    judged = [row for row in extension.published() if row.rebuilt.half == "judge"]
+    records = {
+        one["id"]: one for one in report.json.loads(extension.modules()[2].PUBLISHED.read_text())
+    }
+    assert not [row.id for row in judged if records[row.id]["model"] in FITTED]
+    assert not [row.id for row in judged if "qwen3-8b-v6e8" in row.id]
+    assert not [row.id for row in judged if row.id.startswith(report.LOOKED_INTO)]
+    page = " ".join((DOCS / "accuracy.md").read_text().split())
+    rested = [row for row in extension.published() if row.id.startswith(report.RESTED_ON)]
+    assert f"Their {len(rested)} rows count as `fit`" in page
+
+
 def test_numbers_in_words(extension):
     """Counts and errors that the page states in its sentences are those of the results."""
     text = " ".join((DOCS / "accuracy.md").read_text().split())

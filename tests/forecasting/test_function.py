@@ -94,6 +94,17 @@ def test_what_jit_alone_can_say_is_refused_of_a_jitted_function() -> None:
             function_program(jax.jit(apply), (PARAMS, X), {}, ON, how)
 
 
+def test_keywords_that_the_function_lacks_are_refused_with_the_option_that_is_meant() -> None:
+    with pytest.raises(
+        OptionError, match=r"apply takes no argument mesh; .* spread=systolic.Spread\(mesh=…\)"
+    ):
+        systolic.forecast(apply, PARAMS, X, on=ON, mesh={"data": 4})
+    with pytest.raises(OptionError, match=r"spread=systolic.Spread\(in_specs=…\)"):
+        systolic.forecast(jax.jit(apply), PARAMS, X, on=ON, in_specs=(P(), P("data")))
+    with pytest.raises(OptionError, match="takes no argument qick; did you mean quick"):
+        systolic.forecast(apply, PARAMS, X, on=ON, qick=True)
+
+
 def put(cache: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
     return jax.jit(lambda c, times: c * times, static_argnums=1)(cache, 1).at[rows].set(new)
 

@@ -326,7 +326,7 @@ NAME = Wording("the name of a launch or its folder")
 
 @command_of
 def launches() -> "list[LaunchState]":
-    """Lists the launches of this account, newest first."""
+    """Lists the launches of this account, newest first; run directories of train are not listed."""
     from systolic.launching import record
     from systolic.launching.state import state_of
 
