@@ -5,6 +5,7 @@ import enum
 import functools
 import inspect
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -444,3 +445,21 @@ def test_what_partition_leaves_is_an_argument(cache: Path) -> None:
         call, (arrays, X), {}, ON, Spread(mesh={"data": 4}, in_specs=(P(), P("data")))
     )
     assert program.specs == (P(), P(), P(), P(), P("data"))
+
+
+def test_a_module_that_forecasts_when_it_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import jax, systolic\n\n\n"
+        "def double(x):\n    return x * 2\n\n\n"
+        "systolic.forecast(double, jax.ShapeDtypeStruct((8, 128), 'float32'), on='v5e-1', quick=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import mine"],
+        cwd=tmp_path,
+        env={**os.environ, "SYSTOLIC_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode
+    assert "forecasts when it is imported; put those lines below if __name__ ==" in done.stderr
