@@ -120,7 +120,7 @@ def test_a_metric_that_is_not_reported_leaves_no_run(
 ):
     run = tmp_path / "run"
     assert main(["train", RECIPE, "--run", str(run), "--evaluation.metric", "speed"]) == 2
-    assert capsys.readouterr().err.startswith("systolic: evaluation.metric is 'speed', which ")
+    assert capsys.readouterr().err.startswith("systolic: --evaluation.metric is 'speed', which ")
     assert not run.exists()
 
 

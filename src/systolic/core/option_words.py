@@ -183,6 +183,8 @@ _COMMAND = re.compile(r"(systolic [a-z]+ [^;,)]*)")
 _TYPED = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?![\w.-])( is )?")
 _FILE = r"(?!\S*\.(?:json|safetensors|npz|gguf|py)\b)"
 """No name of a file comes here."""
+_VALUE = r"(?!(?:an?|for|in|no|not|of|the)\b)"
+"""A value comes here, rather than words of a sentence about something of an option's name, such as a program."""
 _ADDED = re.compile(r"\b(add|give|set) --([a-z][\w-]*)[ =]([^\s;,]*[^a-z\s;,][^\s;,]*)")
 """An option to add with its value, which is no word of the sentence."""
 
@@ -211,7 +213,7 @@ def as_options(text: str, names: Collection[str]) -> str:
     listed = "|".join(re.escape(name) for name in sorted(bare, key=len, reverse=True))
     if not listed:
         return text
-    begins = rf"(?:(?<=^)|(?<=; ))(?:{listed})(?= is )"
+    begins = rf"(?:(?<=^)|(?<=; ))(?:{listed})(?= is {_VALUE})"
     records = {name.partition(".")[0] for name in bare if "." in name}
     # A message may name other fields of the same record.
     compound = [rf"{re.escape(record)}\.[a-z][\w.-]*\w" for record in sorted(records)]

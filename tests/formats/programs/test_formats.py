@@ -82,12 +82,12 @@ def test_the_documentations_lines_export(
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (block,) = [one for one in blocks if "systolic.export(" in one]
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "first").symlink_to(bundle)
+    (tmp_path / "runs" / "digits").symlink_to(bundle)
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
     exec(block, found)
     assert found["made"].differences["logits"].max_relative < 1e-5
-    about = json.loads((tmp_path / "exported" / "first" / "manifest.json").read_bytes())
+    about = json.loads((tmp_path / "exported" / "digits-8" / "manifest.json").read_bytes())
     assert about["functions"]["logits"]["inputs"]["tokens"]["shape"] == [8, "sequence"]
 
 
