@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import numpy as np
 from starlette.requests import Request
@@ -78,7 +78,10 @@ def failure(output: TextOutput) -> ProblemError | None:
                 code="cancelled",
                 retry_seconds=1.0,
             )
-    return None
+        case Finish.stop | Finish.length | None:
+            return None
+        case reason:
+            assert_never(reason)
 
 
 def count(output: TextOutput, context: RequestContext) -> None:
