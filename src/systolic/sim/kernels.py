@@ -14,7 +14,7 @@ from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, is_ragged, ragged_seconds, seconds_of
 from systolic.sim.calibration import constant
-from systolic.sim.estimate import slowdown_of
+from systolic.sim.estimate import OPERATIONS, slowdown_of
 from systolic.sim.incomplete import DATA
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
@@ -96,7 +96,7 @@ def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
     exps = float(estimate.get("transcendentals", 0))
     if not (flops or moved):
         return None
-    compute = flops / rates.peak("bf16") + 4 * exps / vector_rate(rates)
+    compute = flops / rates.peak("bf16") + OPERATIONS["exponential"] * exps / vector_rate(rates)
     return KernelCost(max(compute, moved / rates.hbm), flops)
 
 
