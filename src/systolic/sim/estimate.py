@@ -43,7 +43,7 @@ LANE_CYCLES: float = constant("estimate.lane_cycles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Windows:
+class OpWindows:
     """Bytes of the windows in which an op passes over its arrays."""
 
     scoped_bytes: float
@@ -81,7 +81,7 @@ class Slowdown:
     """Part of the shorter one of a matmul and of the vector work on its results that the longer one does not hide."""
     ahead: float = 0.0
     """Part of the vector work on a matmul's operands that nothing hides, where it takes them in more than once."""
-    windows: Windows | None = None
+    windows: OpWindows | None = None
     """None of a generation whose matmuls and sums were not measured by their windows."""
     vector_memory: VectorMemory | None = None
     """None of a generation whose ops in vector memory and ops on few bytes were not measured."""
@@ -95,7 +95,7 @@ def _slowdown(
 ) -> Slowdown:
     """Slowdown of a generation's row of ``estimates.toml``."""
     return Slowdown(
-        windows=Windows(**windows) if windows else None,
+        windows=OpWindows(**windows) if windows else None,
         vector_memory=VectorMemory(**vector_memory) if vector_memory else None,
         **shares,
     )
