@@ -84,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as store:
         os.environ["XDG_CACHE_HOME"] = store
-        from systolic.models.published import published
+        from systolic.models.families import published
 
         lines = options.out.read_text().splitlines() if options.out.exists() else []
         records = {one["name"]: one for one in map(json.loads, lines)}

@@ -22,8 +22,7 @@ from rich.text import Text
 from systolic.runs import metrics
 from systolic.runs.record import load_run
 from systolic.training.display.live import Screen
-from systolic.training.display.summary import print_panel
-from systolic.training.display.verdict import RERUN, commands
+from systolic.training.display.summary import RERUN, commands, print_panel
 
 COLUMNS = 100
 TITLE = 90

@@ -20,7 +20,7 @@ import rows as measured
 
 from systolic.chips import slice
 from systolic.chips.flags import compile_options
-from systolic.compiling.environment import child_environment
+from systolic.compiling.settings import child_environment
 from systolic.core.errors import SystolicError
 from systolic.core.files import cache_home
 

@@ -30,7 +30,7 @@ from systolic.planning.search import (
     PendingForecast,
     Search,
 )
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 DENSE = {"layers": 16, "d_model": 2048, "d_ff": 8192, "heads": 16, "kv_heads": 16, "head_dim": 128}
 CASES: dict[str, dict[str, Any]] = {

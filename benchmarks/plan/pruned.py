@@ -25,7 +25,7 @@ from systolic.planning.analytic import facts_of
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
 from systolic.planning.search import Limits, Search
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 
 def row(base: Job, one: Candidate, made: Forecast) -> dict[str, Any]:

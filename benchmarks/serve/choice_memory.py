@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from systolic.compiling.environment import QUIET
+from systolic.compiling.settings import QUIET
 
 SIZES = ((8, 128_256), (16, 49_152), (16, 128_256), (64, 128_256))
 """Texts and tokens of the vocabulary."""

@@ -10,7 +10,7 @@ from systolic.core.errors import SystolicError
 from systolic.job import ExpertAxis, Job, Layout, Served
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.options import Router, Score
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 Row = Mapping[str, Any]
 

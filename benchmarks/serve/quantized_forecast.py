@@ -20,7 +20,7 @@ from systolic.forecasting.serving.forecast import Load
 from systolic.forecasting.serving.layout import engine_layout
 from systolic.forecasting.serving.server_steps import server_steps, with_formats
 from systolic.job import Job, ServedWeights
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 ROWS, DEPTHS = 16, (2, 4)
 SMALL = 1e9

@@ -21,7 +21,7 @@ from systolic.forecasting import forecast_program
 from systolic.hlo import Module, parse
 from systolic.job import Job, Layout
 from systolic.models.decoder.config import Decoder
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 LLAMA = Decoder(
     layers=16,

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from systolic.comparing.command import compare_models
     from systolic.comparing.comparison import Comparison
     from systolic.core.errors import SystolicError
-    from systolic.explaining.calibrate import calibrate, calibrations
-    from systolic.explaining.command import explain
+    from systolic.explaining.command import calibrate, calibrations, explain
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.command import forecast
     from systolic.forecasting.table import ForecastTable
@@ -65,8 +64,8 @@ _HOME = {
     "Verified": "systolic.inference.verification",
     "WeightFormat": "systolic.job",
     "batch": "systolic.serving.command",
-    "calibrate": "systolic.explaining.calibrate",
-    "calibrations": "systolic.explaining.calibrate",
+    "calibrate": "systolic.explaining.command",
+    "calibrations": "systolic.explaining.command",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "compare_models": "systolic.comparing.command",

@@ -11,7 +11,7 @@ from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
 from systolic.core.option_words import option_words
 from systolic.job import Layout
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 LM = recipes.find("lm")
 FORECAST = VERBS["forecast"].forms[0].options.read

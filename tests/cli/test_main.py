@@ -8,7 +8,7 @@ import pytest
 from systolic import recipes
 from systolic.cli.forms import _chosen
 from systolic.cli.main import VERBS, guarded, main
-from systolic.inference.display.view import values_line
+from systolic.inference.view import values_line
 
 CASES = [
     (["trian"], 2, "there is no verb 'trian'; did you mean train?; systolic --help lists them"),

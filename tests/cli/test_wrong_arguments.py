@@ -10,7 +10,7 @@ import systolic
 from systolic.core.errors import SystolicError
 from systolic.job import Job, Layout
 from systolic.models.decoder.options import RopeScaling, Stretching
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from systolic.recipes.lm import lm
 
 WRONG = (None, 3, -1, True, [3], {"x": 1}, object(), "x")

@@ -14,7 +14,7 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.comparing.comparison import ComparedModel, Comparison, shared_inputs
-from systolic.comparing.display.text import lines
+from systolic.comparing.view import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
 from systolic.runs.bundle.record import EvaluationRecord

@@ -13,8 +13,8 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.doctor.checks import Status
-from systolic.doctor.multi_host import judge, judge_links, report
-from systolic.training.distributed.rendezvous import HostReport
+from systolic.doctor.command import judge, judge_links, report
+from systolic.training.distributed import HostReport
 from tests.doctor.machines import LAPTOP, TPU_VM, with_package, with_variables
 
 

@@ -33,7 +33,7 @@ from systolic.explaining.runs import checkpoints, evaluation, speed
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.step import Cause
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from systolic.runs import Run
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord

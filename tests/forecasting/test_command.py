@@ -13,7 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast
 from systolic.forecasting.command import StepSettings, forecast_command, forecast_server
 from systolic.forecasting.table import ForecastTable
-from systolic.recipes.jobs.source import given_options, source_of, with_options
+from systolic.recipes.jobs import given_options, source_of, with_options
 from tests.recorded import hlo
 
 TINY = str(Path(__file__).parents[1] / "cli" / "tiny.py")

@@ -18,8 +18,7 @@ from systolic.data.audio import Recordings, Writing, cut, log_mel, read_sound
 from systolic.formats.jobs import job_of, speech_job, writing_of
 from systolic.formats.source import Source, open_source
 from systolic.inference.model import set_up_here
-from systolic.inference.predictor import Predictor
-from systolic.inference.readers import SpeechReader
+from systolic.inference.predictor import Predictor, SpeechReader
 from systolic.inference.rows import Bucket
 from systolic.job import Batch, Optimizer
 from tests.models import speech

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from systolic import recipes
 from systolic.cli.main import VERBS, main
-from systolic.recipes.listing.command import required
+from systolic.recipes.listing import required
 from tests.forecasting.display import texts as forecast
 from tests.training.display import texts as report
 

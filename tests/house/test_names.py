@@ -7,7 +7,7 @@ from tests.house.names import by_luck, dead, doubles, intrusions, missing
 
 PUBLIC: dict[str, str] = {
     "systolic/serving/http/process.py:Process.handle_exit": "uvicorn calls it",
-    "systolic/recipes/jobs/folder.py:Unwritten.set_data": "importlib calls it",
+    "systolic/runs/recipe_folder.py:Unwritten.set_data": "importlib calls it",
 }
 """Names for users of the package that nothing here uses, with the reason."""
 

@@ -306,7 +306,7 @@ def test_training_begins_with_the_weights_of_a_run(
     based = ["--model.mup.base-width", "8", "--run", str(tmp_path / "b")]
     assert main([*args, *based, "--init-from", source]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "was trained with model.mup.base-width 0, and with 8 its weights" in line
+    assert "was trained with --model.mup.base-width 0, and with 8 its weights" in line
     assert main([*other, "--init-from", str(trained / "text")]) == 2
     assert "is a folder of another kind; it takes a run (" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()

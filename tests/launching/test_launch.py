@@ -19,7 +19,7 @@ from systolic.launching.checks import trained
 from systolic.launching.lifecycle import stop
 from systolic.launching.platforms import CLIENTS
 from systolic.launching.record import LOCAL, launches
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs import JobSource
 
 RECIPE = """
 from systolic.recipes.digits import digits

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from systolic.launching import PLATFORMS, Launch, Prepared, SlurmOptions, prepare
 from systolic.launching.gke_serve import GkeServer
 from systolic.launching.gke_serve import prepare as prepare_server
-from systolic.launching.texts import one_line, yaml_text
+from systolic.launching.launch import one_line, yaml_text
 from tests.launching.made import launch
 
 ON = {"slurm": "16xh100", "docker": "8xcpu", "local": "4xcpu", "tpu-vm": "2xv5e-16"}

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import transformers
 
-from systolic.models.families import HOMES, family, unread
-from systolic.models.published import published
+from systolic.models.families import HOMES, family, published, unread
 
 MORE: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 2}}
 """Fields that transformers' own defaults lack."""

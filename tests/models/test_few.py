@@ -24,7 +24,7 @@ from systolic.models.decoder.few import HALVES, FewSizes, few_product, visits
 from systolic.models.decoder.moe import _grouped
 from systolic.models.quantized.codes import quantized
 from systolic.models.quantized.placement import INT8
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from systolic.sim.grouped import pace_of
 from tests.tiers import some
 

@@ -16,8 +16,7 @@ from systolic.models.attention import Logits
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Latent
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
-from systolic.models.decoder.page_ragged import HeadRows, RaggedArrays
-from systolic.models.decoder.paged import page_arrays
+from systolic.models.decoder.paged import HeadRows, RaggedArrays, page_arrays
 from systolic.steps.target import MeshTarget, make_mesh
 from tests.steps import tiny
 

@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from systolic.core.errors import OptionError
-from systolic.models.families import family
-from systolic.models.published import find_published, published
+from systolic.models.families import family, find_published, published
 
 
 @pytest.mark.parametrize("name", published())

@@ -29,7 +29,7 @@ from systolic.planning.margin import margin_of
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of
 from systolic.planning.search import Search
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 

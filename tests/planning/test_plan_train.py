@@ -20,9 +20,8 @@ from systolic.core.files import write_json
 from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.display.readings import command
-from systolic.recipes.jobs.plan import candidate_of, resumed
+from systolic.recipes.jobs import candidate_of, new_flags, resumed
 from systolic.recipes.jobs.run import rebuild
-from systolic.recipes.jobs.source import new_flags
 from systolic.report.output import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord

@@ -30,7 +30,7 @@ from systolic.planning import serving as serving_plan
 from systolic.planning.display.serving import lines
 from systolic.planning.goal import PriceTerm, hourly
 from systolic.planning.serving import ServingPlan
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 LOAD = Load(prompt_tokens=1000, output_tokens=1000, chunk=256)
 SLOWER = 1.5

@@ -37,8 +37,7 @@ from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.converting import restored_on_cpu
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.steps.paged import PagedSteps
-from systolic.steps.paged_sharding import with_copied_heads
+from systolic.steps.paged import PagedSteps, with_copied_heads
 from systolic.steps.programs import evaluation
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
@@ -207,7 +206,7 @@ def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     assert made == model.generate("the capital of", **asked)
     (line,) = told
     assert re.search(r"\d matrices in nf4, whose codes this CPU .* held as float32: .*B of w", line)
-    monkeypatch.setattr("systolic.serving.text.memory.capacity_bytes", lambda _: 0)
+    monkeypatch.setattr("systolic.serving.text.runner.capacity_bytes", lambda _: 0)
     assert restored_on_cpu(plain, set_up_here, told.append) is plain
     assert "are restored in each step: as floats they need" in told[1]
     one = systolic.open(int8.path)

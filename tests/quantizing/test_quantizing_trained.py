@@ -19,10 +19,10 @@ from systolic.formats.matrices import _matrices, formats_of
 from systolic.inference.model import TrainedModel, set_up_here
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.quantizing.display.text import _over, _share, fallen
 from systolic.quantizing.quantize import Evaluated, QuantizedModel, _notes, quantize
 from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, quality_of
+from systolic.quantizing.view import _over, _share, fallen
 from systolic.runs.weights import Weights
 from tests.quantizing.test_quantizing import Given, matrices
 from tests.runs import bundled

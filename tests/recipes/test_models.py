@@ -13,9 +13,8 @@ from systolic.core.errors import LayoutError, NotFoundError, OptionError
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
-from systolic.models.families import CONFIG, family
-from systolic.models.published import published
-from systolic.recipes.models.named import BUNDLE
+from systolic.models.families import CONFIG, family, published
+from systolic.recipes.models import BUNDLE
 from systolic.runs.bundle.folder import MANIFEST, model_record
 from tests.compiles import cheap
 from tests.models import speech

@@ -26,10 +26,10 @@ from systolic.job import (
 )
 from systolic.job.precision import Stored
 from systolic.models.decoder.config import Decoder
-from systolic.models.published import published
+from systolic.models.families import published
 from systolic.planning.analytic import facts_of
 from systolic.recipes.image import CLASSES, image
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
 

@@ -13,7 +13,7 @@ from systolic.core.errors import SystolicError
 from systolic.job import Job, Layout, Optimizer, OptimizerChange
 from systolic.recipes.digits import digits
 from systolic.recipes.image import image
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
 

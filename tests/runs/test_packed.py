@@ -12,7 +12,7 @@ import pytest
 from systolic.core.errors import DataError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.quantized.codes import quantized
-from systolic.runs.bundle.packed import QuantizedRecord, RestoredTensor, packed, unpacked, views
+from systolic.runs.bundle.record import QuantizedRecord, RestoredTensor, packed, unpacked, views
 from systolic.runs.bundle.tensors import TensorSpec, read_header, write
 
 INT4 = MatrixFormat(format=WeightFormat.int4, group=2)

@@ -18,8 +18,8 @@ from systolic.runs import CheckpointStore, Run, manifest
 from systolic.runs.access import Access
 from systolic.runs.reading import Peers
 from systolic.runs.remote import mirror, upload
-from systolic.runs.remote.sharded_upload import Part, rate
 from systolic.runs.remote.store import Objects, in_bucket
+from systolic.runs.remote.upload import Part, rate
 from systolic.training import distributed
 from systolic.training.session import open_together, seen_by
 from tests.buckets import s3_server

@@ -10,8 +10,7 @@ import pytest
 
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import plain_product
-from systolic.steps.paged import PagedSteps, StepInput, StepShape
-from systolic.steps.paged_sharding import paged_target
+from systolic.steps.paged import PagedSteps, StepInput, StepShape, paged_target
 from tests.steps import tiny
 
 pytestmark = pytest.mark.own_programs

@@ -15,7 +15,7 @@ from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
 from systolic.inference.model import set_up_here
-from systolic.recipes.jobs.source import kept_flags
+from systolic.recipes.jobs import kept_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import Run
 from systolic.setup import set_up

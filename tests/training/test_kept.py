@@ -13,8 +13,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import RunError
-from systolic.recipes.jobs import folder as recipe_folder
-from systolic.runs import Run, access
+from systolic.runs import Run, access, recipe_folder
 from tests.training import tiny
 from tests.training.children import environment
 

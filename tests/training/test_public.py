@@ -23,8 +23,7 @@ from systolic.data.text.documents import StandardLibrary
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
-from systolic.recipes.jobs.plan import candidate_of
-from systolic.recipes.jobs.source import source_of, with_plan
+from systolic.recipes.jobs import candidate_of, source_of, with_plan
 from systolic.runs import Run
 from systolic.runs.job_record import job_from_json, types_of
 from systolic.runs.plan_choice import StepTime, read

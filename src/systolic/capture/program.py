@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from systolic.chips import Slice
-from systolic.compiling.environment import QUIET
+from systolic.compiling.settings import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.machine import flags_of_user
 from systolic.core.shutdown import ends_cleanly

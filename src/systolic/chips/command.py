@@ -1,7 +1,8 @@
-"""``systolic chips``: the catalogue, one chip or one slice."""
+"""``systolic chips``: the catalogue, one chip or one slice, and how it is printed."""
 
+import json as jsonlib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from systolic.chips.catalogue import chip, chips, user_file
 from systolic.chips.flags import Flag, shared_flags
@@ -9,6 +10,9 @@ from systolic.chips.record import Chip
 from systolic.chips.slices import Slice, named_slices, slice
 from systolic.core.arguments import command_of
 from systolic.core.errors import NotFoundError, nearest
+
+if TYPE_CHECKING:
+    from systolic.chips.slices import Slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +78,19 @@ def look_up(name: str | None = None) -> Catalogue | ChipEntry | Slice:
         raise NotFoundError(
             f"there is no chip or slice {name!r}{nearest(folded, names)}; systolic chips lists them"
         ) from error
+
+
+def show(entry: "Catalogue | ChipEntry | Slice", *, json: bool = False) -> int:
+    """Prints the catalogue, a chip or a slice; returns the exit code.
+
+    Args:
+        entry: What the catalogue has.
+        json: Print one JSON object.
+    """
+    if json:
+        print(jsonlib.dumps(entry.to_json(), indent=2, ensure_ascii=False))
+        return 0
+    from systolic.chips.tables import print_entry
+
+    print_entry(entry)
+    return 0

@@ -68,7 +68,9 @@ def shared_flags(chip: Chip) -> list[Flag]:
     return [flag for flag in SHARED if chip.name in flag.generations]
 
 
-def resolved(typed: str, chip: Chip | None, base: Sequence[str] | None = None) -> tuple[str, ...]:
+def resolved(
+    typed: str | Sequence[str], chip: Chip | None, base: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """The compiler flags of a job on a chip.
 
     Args:
@@ -80,7 +82,7 @@ def resolved(typed: str, chip: Chip | None, base: Sequence[str] | None = None) -
     Raises:
         OptionError: a word is no flag.
     """
-    words = typed.split()
+    words = (typed if isinstance(typed, str) else " ".join(typed)).split()
     for word in words:
         if word != NONE and not (word.startswith("--") and len(word) > len("--")):
             raise OptionError(

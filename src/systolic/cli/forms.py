@@ -35,7 +35,7 @@ from systolic.core.reporter import reporter, reporting
 if TYPE_CHECKING:
     from systolic.job import Job
     from systolic.recipes import Recipe
-    from systolic.recipes.jobs.source import JobSource
+    from systolic.recipes.jobs import JobSource
 
 
 VerbOptions = TypeVar("VerbOptions")
@@ -165,7 +165,7 @@ class _VerbRead(Generic[VerbOptions]):
         refuse_unknown(stray(rest, self.words), names, prog)
         values, unknown = known(function, rest, prog, pairs=True)
         refuse_unknown(unknown, names, prog, takes)
-        from systolic.recipes.jobs.source import JobSource
+        from systolic.recipes.jobs import JobSource
 
         typed = (word[2:].partition("=")[0] for word in rest if word.startswith("--"))
         source = JobSource(
@@ -250,9 +250,9 @@ def planned_request(
     """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
 
     Raises: as :func:`request`, and what :func:`systolic.runs.plan_choice.read` and
-        :func:`systolic.recipes.jobs.plan.kept_choice` raise of the plan.
+        :func:`systolic.recipes.jobs.kept_choice` raise of the plan.
     """
-    from systolic.recipes.jobs.plan import kept_choice, planned_options
+    from systolic.recipes.jobs import kept_choice, planned_options
     from systolic.runs.plan_choice import read
 
     line = _read_verb(target, args, verb, options, others=others)

@@ -55,18 +55,18 @@ VERBS = {
         "lists chips and slices, each number with its source",
         VerbForm(
             function="systolic.chips.command:look_up",
-            view="systolic.chips.view:show",
+            view="systolic.chips.command:show",
         ),
     ),
     "recipes": Verb(
         "lists the recipes, or one recipe's options",
         VerbForm(
-            function="systolic.recipes.listing.command:list_recipes",
-            view="systolic.recipes.listing.view:show_list",
+            function="systolic.recipes.listing:list_recipes",
+            view="systolic.recipes.listing:show_list",
         ),
         VerbForm(
-            function="systolic.recipes.listing.command:describe_recipe",
-            view="systolic.recipes.listing.view:show_recipe",
+            function="systolic.recipes.listing:describe_recipe",
+            view="systolic.recipes.listing:show_recipe",
             takes=TargetKind.name,
             choice=ByAnyTarget(),
             below_help_of=("train", TRAIN),
@@ -164,20 +164,20 @@ VERBS = {
     "calibrate": Verb(
         "corrects the simulator with profiles of your own chips, for forecast and plan",
         VerbForm(
-            function="systolic.explaining.calibrate:calibrate",
+            function="systolic.explaining.command:calibrate",
             view="systolic.explaining.display.view:show_calibrated",
             words=("profiles",),
         ),
-        usage="systolic.explaining.calibrate:USAGE",
+        usage="systolic.explaining.command:CALIBRATE_USAGE",
     ),
     "calibrations": Verb(
         "lists calibrations, or shows the factors of one",
         VerbForm(
-            function="systolic.explaining.calibrate:calibrations",
+            function="systolic.explaining.command:calibrations",
             view="systolic.explaining.display.view:show_calibrations",
             words=("name",),
         ),
-        usage="systolic.explaining.calibrate:LIST_USAGE",
+        usage="systolic.explaining.command:LIST_USAGE",
     ),
     "explain": Verb(
         "why a run, a step or a profile is slow or fails to learn, and what to change",
@@ -312,14 +312,14 @@ VERBS = {
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
         VerbForm(
             function="systolic.formats.command:import_model",
-            view="systolic.formats.view:show_import",
+            view="systolic.formats.command:show_import",
         ),
     ),
     "eval": Verb(
         "evaluates a run on its held-out data",
         VerbForm(
             function="systolic.inference.command:evaluate",
-            view="systolic.inference.display.view:show_metrics",
+            view="systolic.inference.view:show_metrics",
             words=("model",),
         ),
     ),
@@ -327,8 +327,8 @@ VERBS = {
         "continues prompts with a trained language model",
         VerbForm(
             function="systolic.inference.command:generate",
-            view="systolic.inference.display.view:show_texts",
-            reporter="systolic.inference.display.view:TextReporter",
+            view="systolic.inference.view:show_texts",
+            reporter="systolic.inference.view:TextReporter",
             words=("model", "prompts"),
         ),
     ),
@@ -336,8 +336,8 @@ VERBS = {
         "labels files with a trained model",
         VerbForm(
             function="systolic.inference.command:predict",
-            view="systolic.inference.display.view:show_predictions",
-            reporter="systolic.inference.display.view:AnswerReporter",
+            view="systolic.inference.view:show_predictions",
+            reporter="systolic.inference.view:AnswerReporter",
             words=("model", "files"),
         ),
     ),
@@ -345,8 +345,8 @@ VERBS = {
         "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving",
         VerbForm(
             function="systolic.serving.command:serve",
-            view="systolic.serving.display.view:show_server",
-            reporter="systolic.serving.display.view:ServeReporter",
+            view="systolic.serving.view:show_server",
+            reporter="systolic.serving.view:ServeReporter",
             words=("models",),
         ),
         usage="systolic.serving.command:SERVE_USAGE",
@@ -355,8 +355,8 @@ VERBS = {
         "answers a file of requests in OpenAI's batch format, each line exactly once",
         VerbForm(
             function="systolic.serving.command:batch",
-            view="systolic.serving.display.view:show_batch",
-            reporter="systolic.serving.display.view:BatchReporter",
+            view="systolic.serving.view:show_batch",
+            reporter="systolic.serving.view:BatchReporter",
             words=("model", "source", "out"),
         ),
         usage="systolic.serving.command:BATCH_USAGE",
@@ -365,7 +365,7 @@ VERBS = {
         "writes a model's matrices in int8, int4, fp8 or nf4, and measures the loss",
         VerbForm(
             function="systolic.quantizing.command:quantize_model",
-            view="systolic.quantizing.display.view:show",
+            view="systolic.quantizing.view:show",
             words=("path",),
         ),
         usage="systolic.quantizing.command:USAGE",
@@ -374,14 +374,14 @@ VERBS = {
         "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle",
         VerbForm(
             function="systolic.formats.command:export",
-            view="systolic.formats.view:show_export",
+            view="systolic.formats.command:show_export",
         ),
     ),
     "compare": Verb(
         "compares two models: size, quality, outputs, latency, forecast",
         VerbForm(
             function="systolic.comparing.command:compare_models",
-            view="systolic.comparing.display.view:show",
+            view="systolic.comparing.view:show",
             words=("a", "b"),
         ),
     ),
@@ -389,7 +389,7 @@ VERBS = {
         "checks the files of a Bundle and replays its recorded inputs",
         VerbForm(
             function="systolic.inference.command:verify_bundle",
-            view="systolic.inference.display.view:show_verified",
+            view="systolic.inference.view:show_verified",
             words=("path",),
         ),
     ),

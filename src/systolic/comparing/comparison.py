@@ -304,7 +304,7 @@ class Comparison:
         return f"<Comparison of {self.a.path} and {self.b.path}: {outcome}>"
 
     def _repr_html_(self) -> str:
-        from systolic.comparing.display.text import lines
+        from systolic.comparing.view import lines
         from systolic.report.notebook import screen
 
         return screen([Text(line) for line in lines(self)])

@@ -24,7 +24,7 @@ import msgspec
 
 from systolic.chips import Prices, Slice
 from systolic.chips.flags import is_option, name_of
-from systolic.compiling import environment, host_backend, settings
+from systolic.compiling import host_backend, settings
 from systolic.compiling.dump import SCHEDULE_ONLY
 from systolic.compiling.outcome import (
     ERROR,
@@ -41,6 +41,7 @@ from systolic.compiling.outcome import (
     rejection,
 )
 from systolic.compiling.pickled import dumps
+from systolic.compiling.settings import child_environment
 from systolic.compiling.traced import (
     FunctionCall,
     PagedCall,
@@ -454,7 +455,7 @@ def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | F
     own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
     process = children.start(
         [sys.executable, "-m", "systolic.compiling.child", str(task.folder), str(task.desk)],
-        environment.child_environment(os.environ, on, own),
+        child_environment(os.environ, on, own),
         log,
     )
     try:

@@ -15,7 +15,7 @@ from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Job, Split
 
 if TYPE_CHECKING:
-    from systolic.recipes.jobs.source import JobSource
+    from systolic.recipes.jobs import JobSource
 
 MAX_FAULTS = 50
 """Kinds of faults of lines that can't be learned, at most, that are named."""
@@ -306,7 +306,7 @@ def inspect_recipe(
         NotFoundError: there is no such recipe.
         DataError: no examples in the split, or damaged data.
     """
-    from systolic.recipes.jobs.source import source_of
+    from systolic.recipes.jobs import source_of
 
     source = source_of(job, options)
     return _inspected(source.recipe.target, source.job.data, split, examples)

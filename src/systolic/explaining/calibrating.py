@@ -31,9 +31,8 @@ from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource, 
 from systolic.forecasting.profiled import LEAST, begun_by, ops_beyond, programs_of
 from systolic.hlo import Module, parse
 from systolic.profile import Profile, open_profile
-from systolic.profile.ceilings import HOST_LINK
 from systolic.profile.ops import Activity
-from systolic.profile.profile import name_of
+from systolic.profile.profile import HOST_LINK, name_of
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.profile.trace import Backend, DeviceOp
 from systolic.runs.record import slice_with

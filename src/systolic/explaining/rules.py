@@ -23,7 +23,7 @@ from systolic.explaining.step import (
 )
 from systolic.forecasting.costs import OFF
 from systolic.hlo import Shape
-from systolic.profile.ceilings import MATRIX
+from systolic.profile.profile import MATRIX
 from systolic.sim.timeline import Resource
 from systolic.sim.work import work_of
 

@@ -18,7 +18,7 @@ from systolic.core.ranges import dashed
 from systolic.explaining.explainer import RecipeStep
 from systolic.forecasting import Forecast
 from systolic.job.layout import RENAMED
-from systolic.recipes.jobs.source import arguments_of
+from systolic.recipes.jobs import arguments_of
 from systolic.runs import access
 from systolic.runs.plan_choice import is_plan, load
 from systolic.sim.incomplete import NOTHING, Given

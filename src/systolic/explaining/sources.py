@@ -15,8 +15,8 @@ from systolic.hlo.module import named
 from systolic.job import Axis, Model
 from systolic.profile import Profile
 from systolic.profile import ProfiledOp as Measured
-from systolic.profile.ceilings import Rate
 from systolic.profile.ops import COPIES, Activity
+from systolic.profile.profile import Rate
 from systolic.profile.trace import Backend
 from systolic.sim.rates import matrix_width, rates_of
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline

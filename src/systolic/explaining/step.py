@@ -12,7 +12,7 @@ from systolic.core.units import duration, si
 from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES, groups_of
-from systolic.profile.ceilings import Rate
+from systolic.profile.profile import Rate
 from systolic.sim.timeline import Resource
 
 

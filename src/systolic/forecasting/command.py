@@ -33,7 +33,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.reporter import reporter, working
 from systolic.forecasting.cost import ForecastCommand
 from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache, ServedWeights
-from systolic.recipes.jobs.source import JobSource, source_of, with_options
+from systolic.recipes.jobs import JobSource, source_of, with_options
 from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -339,7 +339,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     weights: ServedWeights = ServedWeights.plain,
     kv_dtype: ServedCache = ServedCache.plain,
     expert_axis: ExpertAxis | None = None,
-    flags: str = "",
+    flags: Annotated[str | Sequence[str], FLAGS] = "",
     quick: bool = False,
     calibration: Corrections = None,
     **options: Any,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice
 from systolic.compiling import Compiled
-from systolic.core.notebook import notebook_html
 from systolic.core.units import Origin, duration
 from systolic.forecasting.cost import Bill, ForecastCommand, ForecastCompile
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import LARGEST, MemoryMap, MemoryShortage
 from systolic.forecasting.op_changes import OpGroup, Schedule, groups_of, table_of
+from systolic.report.notebook import notebook_html
 from systolic.sim.calibration import Calibration, factors_json
 from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import Incomplete

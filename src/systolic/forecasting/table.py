@@ -10,9 +10,9 @@ from typing import Any, overload
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError
-from systolic.core.notebook import notebook_html
 from systolic.core.ranges import dashed
 from systolic.forecasting.forecast import Forecast
+from systolic.report.notebook import notebook_html
 
 _LEFT_OUT = frozenset(
     (

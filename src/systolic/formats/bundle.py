@@ -49,12 +49,12 @@ from systolic.runs.bundle.folder import (
     model_record,
     open_bundle,
 )
-from systolic.runs.bundle.packed import RestoredTensor
 from systolic.runs.bundle.record import (
     EvaluationRecord,
     ImportedFrom,
     RecipeRecord,
     Recorded,
+    RestoredTensor,
     finite_metrics,
     read_job,
     write_job,

@@ -1,5 +1,6 @@
-"""``systolic import`` and ``systolic export``: :func:`systolic.import_model` and :func:`systolic.export`."""
+"""``systolic import`` and ``systolic export``: :func:`systolic.import_model` and :func:`systolic.export`, and what they print."""
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import working
 from systolic.core.shutdown import ends_cleanly
+from systolic.core.units import duration, si
 from systolic.formats.registry import PROGRAM_WRITERS, ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
+from systolic.report.output import or_json, warn
 
 if TYPE_CHECKING:
     from systolic.formats.conversion import ModelExport
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from systolic.formats.litert.edge_tpu import EdgeTpuReport
     from systolic.formats.litert.writer import LiteExport
     from systolic.serving.docker import ExportedImage
+
 
 TFLITE = ".tflite"
 QUANTIZED = (LiteQuantization.dynamic.value, LiteQuantization.int8.value)
@@ -205,3 +209,40 @@ def _edge_tpu_report(file: Path) -> "EdgeTpuReport":
     from systolic.formats.litert.graph import read_graph
 
     return replace(edge_tpu_report(read_graph(file)), file=file)
+
+
+@or_json
+def show_import(imported: "Imported") -> None:
+    """Prints what was imported."""
+    from systolic.formats.importing import NOT_ASKED
+
+    print(
+        f"{imported.path}: {imported.parameters:,} parameters in {imported.dtype}, {si(imported.bytes, 'B')}, in {duration(imported.seconds)}"
+    )
+    if imported.parity is not None:
+        print(imported.parity.line())
+    elif imported.unchecked != NOT_ASKED:
+        warn(imported.unchecked or "")
+    for line in imported.notes:
+        warn(line)
+    if imported.unusable is None:
+        print(f"next: systolic {imported.use.format(shlex.quote(str(imported.path)))}")
+    else:
+        warn(
+            f"{imported.unusable}, then import it again: without it the Bundle computes and reads no text"
+        )
+
+
+@or_json
+def show_export(
+    exported: "Exported | ExportedGguf | ExportedImage | ModelExport | LiteExport | EdgeTpuReport",
+) -> None:
+    """Prints what was exported, or what the Edge TPU takes of a file."""
+    from systolic.formats.litert.edge_tpu import EdgeTpuReport
+
+    if not isinstance(exported, EdgeTpuReport):
+        print(
+            f"{exported.path}: {exported.kind}, {exported.parameters:,} parameters, {si(exported.bytes, 'B')}, in {duration(exported.seconds)}"
+        )
+    for line in exported.lines():
+        print(line)

@@ -18,7 +18,7 @@ from systolic.models.adapters import CONVOLVED, EXPERTS, STACKED, factored_of, i
 from systolic.models.quantized.activations import factors_shape, largest_shape
 from systolic.models.quantized.codes import SCALES_DTYPE, scales_shape
 from systolic.models.quantized.placement import fitting
-from systolic.runs.bundle.packed import PACKED
+from systolic.runs.bundle.record import PACKED
 from systolic.runs.bundle.tensors import TensorSpec
 from systolic.steps.network import ModelStructure
 

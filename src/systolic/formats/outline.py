@@ -16,8 +16,17 @@ from systolic.formats.registry import in_files
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Stretching
-from systolic.models.families import CONFIG, GENERATION, NESTED, Config, family, read_config
-from systolic.models.published import PublishedModel, find_published, near_published
+from systolic.models.families import (
+    CONFIG,
+    GENERATION,
+    NESTED,
+    Config,
+    PublishedModel,
+    family,
+    find_published,
+    near_published,
+    read_config,
+)
 from systolic.runs.job_record import read_record
 from systolic.runs.run import JOB, TOKENIZER, Run
 

@@ -17,8 +17,8 @@ from systolic.data.text.text_data import Sentences
 from systolic.formats.registry import in_files
 from systolic.inference.results import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
+from systolic.recipes.jobs import kept_flags
 from systolic.recipes.jobs.run import check_folder, rebuild
-from systolic.recipes.jobs.source import kept_flags
 from systolic.runs.job_record import read_record
 from systolic.runs.run import JOB, Run
 

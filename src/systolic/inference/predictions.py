@@ -17,8 +17,14 @@ from systolic.data.audio import Recordings, read_sound
 from systolic.data.input_files import InputFiles, TableInputs
 from systolic.data.text.text_data import Sentences, TextData, read_text
 from systolic.inference.predictor import Arrays as Given
-from systolic.inference.predictor import FixedForm, Predictor
-from systolic.inference.readers import Example, SpeechReader, TextReader, joined
+from systolic.inference.predictor import (
+    Example,
+    FixedForm,
+    Predictor,
+    SpeechReader,
+    TextReader,
+    joined,
+)
 from systolic.inference.rows import MOST, Bucket, Row, enough
 from systolic.job import Task
 from systolic.job.data import MASK, Data

@@ -14,7 +14,7 @@ from systolic.job import Job, on_fewer
 from systolic.launching.launch import Launch
 from systolic.launching.platforms import READS
 from systolic.launching.request import LaunchRequest, words_of
-from systolic.recipes.jobs.plan import kept_choice
+from systolic.recipes.jobs import kept_choice
 
 INSTEAD = {
     "--run": "give --run to systolic launch",

@@ -12,7 +12,7 @@ from systolic.core.arguments import OptionWords, Partner, Required, TextWord, Wo
 from systolic.core.option_words import command_line, option_words, path_text
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs import JobSource
 
 if TYPE_CHECKING:
     from systolic.launching.launch import Launch, LaunchBill, Prepared

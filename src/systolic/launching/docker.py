@@ -9,9 +9,8 @@ import platform
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import GONE, Launch, Prepared, Purchase
+from systolic.launching.launch import GONE, Launch, Prepared, Purchase, rendered
 from systolic.launching.names import check_name, is_bucket
-from systolic.launching.texts import rendered
 
 LONGEST = 60
 DOCKERFILE, SCRIPT, CONTAINER = "Dockerfile", "train.sh", "container.sh"

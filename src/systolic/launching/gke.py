@@ -13,7 +13,15 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.core.errors import LostError, OptionError
-from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
+from systolic.launching.launch import (
+    ClientDefault,
+    Launch,
+    Prepared,
+    Purchase,
+    Site,
+    rendered,
+    yaml_text,
+)
 from systolic.launching.names import (
     check_image,
     check_label,
@@ -23,7 +31,6 @@ from systolic.launching.names import (
     in_bucket,
     is_bucket,
 )
-from systolic.launching.texts import rendered, yaml_text
 
 FILE, FREE = "jobset.yaml", "free.sh"
 LABEL = "systolic/launch"

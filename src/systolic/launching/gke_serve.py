@@ -11,9 +11,8 @@ from typing import Any
 
 from systolic.core.errors import OptionError, nearest
 from systolic.launching import gke
-from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.launch import Launch, Prepared, Purchase, rendered, yaml_text
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
-from systolic.launching.texts import rendered, yaml_text
 
 FILE, CHECK = "serve.yaml", "check.sh"
 CACHE = "/var/cache/systolic"

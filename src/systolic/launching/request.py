@@ -31,8 +31,7 @@ from systolic.launching.launch import (
 )
 from systolic.launching.names import NAME_LENGTH, fitting, is_bucket, refuse_secrets
 from systolic.recipes import Recipe
-from systolic.recipes.jobs.plan import kept_choice, planned_options
-from systolic.recipes.jobs.source import JobSource, arguments_of
+from systolic.recipes.jobs import JobSource, arguments_of, kept_choice, planned_options
 from systolic.runs.plan_choice import Chosen, StepTime, read
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Any
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import GONE, Launch, Prepared, Purchase
+from systolic.launching.launch import GONE, Launch, Prepared, Purchase, rendered, yaml_text
 from systolic.launching.names import check_name, check_shared, in_bucket
-from systolic.launching.texts import rendered, yaml_text
 from systolic.launching.tpu_vm import RUNTIMES, accelerator_type
 
 LONGEST = 40

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import CODE, Launch, Prepared, Purchase, Site
+from systolic.launching.launch import CODE, Launch, Prepared, Purchase, Site, rendered
 from systolic.launching.names import check_name, check_word, choices, is_bucket
-from systolic.launching.texts import rendered
 
 LONGEST, MOST_PER_NODE = 60, 72
 """Maximum characters of a job's name, and GPUs of a node (a rack of GB200 NVL72)."""

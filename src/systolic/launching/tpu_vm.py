@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from systolic.core.errors import OptionError
-from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase
+from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, rendered
 from systolic.launching.names import (
     check_name,
     check_project,
@@ -17,7 +17,6 @@ from systolic.launching.names import (
     check_word,
     in_bucket,
 )
-from systolic.launching.texts import rendered
 
 LONGEST = 58
 """Maximum length of a name: 63 characters, less five for the index of a slice's node."""

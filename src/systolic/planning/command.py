@@ -30,7 +30,7 @@ from systolic.core.units import GB, plural
 from systolic.forecasting.command import forecast_command
 from systolic.job import Job
 from systolic.planning.goal import MAX_CHIPS, Goal, Objective, PriceTerm, hourly
-from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.recipes.jobs import JobSource, source_of
 from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice
-from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
 from systolic.forecasting import Forecast
 from systolic.planning.analytic import Analysis, Facts
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal, Objective, Total, front
 from systolic.planning.space import RefusalRule, Refused
+from systolic.report.notebook import notebook_html
 from systolic.runs.plan_choice import FORMAT
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
 from systolic.core.arguments import PYTHON, Required, Wording, command_of, explained_by
 from systolic.core.errors import LayoutError, OptionError, SystolicError
-from systolic.core.notebook import notebook_html
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
-from systolic.forecasting.command import forecast_server
+from systolic.forecasting.command import FLAGS, forecast_server
 from systolic.forecasting.serving.capacity import ServerTimes, check_context, server_times
 from systolic.forecasting.serving.demand import Demand, Fleet, fleet
 from systolic.forecasting.serving.forecast import (
@@ -30,10 +29,11 @@ from systolic.forecasting.serving.server_steps import LeastServer, with_formats
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
-from systolic.models.published import find_published
+from systolic.models.families import find_published
 from systolic.planning.command import all_slices, plan, slices_of
 from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
-from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.recipes.jobs import JobSource, source_of
+from systolic.report.notebook import notebook_html
 
 ROWS = 16
 """Texts at once of ``systolic serve``, where a plan has fewer."""
@@ -263,7 +263,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     candidates: Annotated[int, COUNT] = CANDIDATES,
     finalists: Annotated[int, NOT_NEGATIVE] = 1,
-    flags: str = "",
+    flags: Annotated[str | Sequence[str], FLAGS] = "",
     compiler: Annotated[Compiler | None, PYTHON] = None,
     target: Annotated[str, PYTHON] = "",
     **options: Any,
@@ -360,7 +360,7 @@ class _ServingSearch:
     demand: Demand
     price: PriceTerm
     cache: ServedCache
-    flags: str
+    flags: str | Sequence[str]
     compiler: Compiler
     rejected: list[ServingRejection] = field(default_factory=list)
 

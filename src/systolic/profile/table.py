@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from systolic.profile.ceilings import Rate
 from systolic.profile.ops import Activity, ProfiledOp
-from systolic.profile.profile import Profile
+from systolic.profile.profile import Profile, Rate
 from systolic.profile.trace import DeviceOp
 
 LATE = 0.9

@@ -1,7 +1,7 @@
 """A profile's devices as plain values: ops and runs of each, the host's threads, the modules.
 
 One file holds the planes of one host. ``jax.profiler.ProfileData`` reads lines and events of an ``xplane.pb``,
-:mod:`systolic.profile.xspace` the metadata of events, :mod:`systolic.profile.xplane` a ``trace.json``.
+:func:`metadata_of` the metadata of events, :func:`read_chrome` a ``trace.json``.
 
 - TPU: ``/device:TPU:n`` with the lines Steps, XLA Modules, XLA Ops and Async XLA Ops. An op's event is
   named by its whole HLO text, with stats hlo_category, flops, bytes_accessed, tf_op and source.
@@ -13,14 +13,20 @@ Of a device it has the lines and events of the ``xplane.pb``, with the stats of 
 its HLO line), and times in microseconds with six decimals. It has neither the device's kind and peaks nor the
 compiled modules, and XProf keeps a million events at most.
 Format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+A TPU's figures of an op (FLOPs, bytes, its place in the model) and the compiled modules are stats of
+an event's metadata, which ``ProfileData`` leaves out. The messages are XSpace, XPlane, XEventMetadata
+and XStat of tsl/profiler/protobuf/xplane.proto and HloProto of xla/service/hlo.proto; the wire format:
+https://protobuf.dev/programming-guides/encoding
 """
 
 import gzip
 import json
 import re
+import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +34,6 @@ from typing import Any
 
 from systolic.core.errors import DataError
 from systolic.hlo import Module, parse
-from systolic.profile import xspace
 from systolic.profile.files import CHROME, WANTED, beginning, check_one_run, find, host_of, other
 from systolic.profile.trace import (
     ASYNC,
@@ -47,6 +52,146 @@ from systolic.profile.trace import (
     Plane,
     of_jax,
 )
+
+METADATA = "/host:metadata"
+_PROGRAM = re.compile(r"\((-?\d+)\)$")
+
+# Fields of the messages
+PLANES = 1
+NAME, EVENT_METADATA, STAT_METADATA = 2, 4, 5
+KEY, VALUE = 1, 2
+STATS = 5
+STAT, DOUBLE, SIGNED, TEXT, BYTES, REFERENCE = 1, 2, 4, 5, 6, 7
+MODULE = 1
+SPACE, ACCESSED, HBM = 2, 3, 1
+
+Stats = Mapping[str, Any]
+
+
+def metadata_of(content: bytes) -> dict[str, dict[str, Stats]]:
+    """Plane to name of an event to the stats of its metadata: int, float, str or bytes.
+
+    Args:
+        content: A serialized XSpace.
+
+    Raises:
+        DataError: a message ends too early.
+    """
+    return {
+        _text(plane, NAME): _plane_events(plane)
+        for number, plane in _fields(memoryview(content))
+        if number == PLANES and not isinstance(plane, int)
+    }
+
+
+def modules_of(planes: Mapping[str, Mapping[str, Stats]]) -> dict[int, tuple[str, bytes]]:
+    """Program id to name and serialized HloModuleProto of what :func:`metadata` found.
+
+    Raises:
+        DataError: a message ends too early.
+    """
+    protos = {}
+    for event, stats in planes.get(METADATA, {}).items():
+        program = _PROGRAM.search(event)
+        proto = next((value for value in stats.values() if isinstance(value, bytes)), None)
+        if program is None or proto is None:
+            continue
+        module = dict(_fields(memoryview(proto))).get(MODULE)
+        if module is not None:
+            protos[int(program[1])] = (event[: program.start()], bytes(module))
+    return protos
+
+
+def device_memory(breakdown: bytes) -> float | None:
+    """Bytes read from and written to device memory by a MemoryAccessBreakdown; None where it lists nothing.
+
+    The message is that of xprof's op_metrics.proto: entries of operation, memory space (1 is HBM) and bytes.
+
+    Raises:
+        DataError: it ends too early.
+    """
+    entries = [dict(_fields(value)) for _, value in _fields(memoryview(breakdown))]
+    accessed = [entry.get(ACCESSED, 0) for entry in entries if entry.get(SPACE) == HBM]
+    return float(sum(accessed)) if entries else None
+
+
+def _plane_events(plane: Any) -> dict[str, Stats]:
+    parts = defaultdict(list)
+    for key, value in _fields(plane):
+        if key in (EVENT_METADATA, STAT_METADATA):
+            parts[key].append(dict(_fields(value)))
+    names = {
+        entry.get(KEY, 0): _text(entry[VALUE], NAME)
+        for entry in parts[STAT_METADATA]
+        if VALUE in entry
+    }
+    events: dict[str, Stats] = {}
+    for entry in parts[EVENT_METADATA]:
+        if VALUE in entry:
+            stats = [value for key, value in _fields(entry[VALUE]) if key == STATS]
+            if stats:
+                events.setdefault(_text(entry[VALUE], NAME), _stats(stats, names))
+    return events
+
+
+def _stats(messages: list[Any], names: Mapping[int, str]) -> Stats:
+    stats: dict[str, Any] = {}
+    for message in messages:
+        fields = dict(_fields(message))
+        name = names.get(fields.pop(STAT, 0))
+        for number, value in fields.items():
+            if name is not None:
+                stats[name] = _value(number, value, names)
+    return stats
+
+
+def _value(number: int, value: Any, names: Mapping[int, str]) -> Any:
+    if number == DOUBLE:
+        return struct.unpack("<d", value)[0]
+    if number == SIGNED:
+        return value - (1 << 64) if value >> 63 else value
+    if number == TEXT:
+        return bytes(value).decode(errors="replace")
+    if number == REFERENCE:
+        return names.get(value, "")
+    return bytes(value) if number == BYTES else value
+
+
+def _text(message: Any, number: int) -> str:
+    text = next((value for key, value in _fields(message) if key == number), b"")
+    return bytes(text).decode(errors="replace")
+
+
+def _fields(message: Any) -> Iterator[tuple[int, Any]]:
+    """Number and value of a message's fields: an int, or the bytes of what is longer."""
+    at, end = 0, len(message)
+    try:
+        while at < end:
+            key, at = _varint(message, at)
+            number, kind = key >> 3, key & 7
+            if kind == 0:
+                value, at = _varint(message, at)
+                yield number, value
+                continue
+            size = {1: 8, 5: 4}.get(kind)
+            if size is None:
+                size, at = _varint(message, at)
+            yield number, message[at : at + size]
+            at += size
+    except IndexError as error:
+        raise DataError("the profile ends in the middle of a message; record it again") from error
+
+
+def _varint(message: Any, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
 
 MICROSECONDS = 1e6
 MOST = 1_000_000
@@ -218,11 +363,11 @@ def _planes(
             if what
             else f"{file} is no profile, or damaged ({error}); copy it again, or {WANTED}"
         ) from error
-    metadata = xspace.metadata(content)
+    metadata = metadata_of(content)
     wanted = [p for p in jax_planes if p.name == HOST or DEVICE.match(p.name)]
     planes = [of_jax(plane, metadata.get(plane.name, {})) for plane in wanted]
     environment = next((dict(p.stats) for p in jax_planes if p.name == ENVIRONMENT), {})
-    return planes, xspace.modules(metadata), _recorded(environment), []
+    return planes, modules_of(metadata), _recorded(environment), []
 
 
 def _recorded(stats: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -333,11 +478,11 @@ class _TpuOps:
             "source": str(stats.get("source", "")),
             "flops": float(stats.get("flops") or stats.get("model_flops") or 0.0),
             "bytes": float(stats.get("bytes_accessed") or 0.0),
-            "hbm": xspace.device_memory(parts) if isinstance(parts, bytes) else None,
+            "hbm": device_memory(parts) if isinstance(parts, bytes) else None,
         }
 
 
-def _kernel(event: Event, line: str, constants: Mapping[str, xspace.Stats]) -> DeviceOp:
+def _kernel(event: Event, line: str, constants: Mapping[str, Stats]) -> DeviceOp:
     """A kernel or a copy on a GPU's stream."""
     stats = {**constants.get(event.name, {}), **event.stats}
     return DeviceOp(

@@ -119,7 +119,7 @@ class QuantizedModel:
         return f"<QuantizedModel {self.path}: {self.asked}, {self.bytes_before:,} bytes to {self.bytes_after:,}{lost}>"
 
     def _repr_html_(self) -> str:
-        from systolic.quantizing.display.text import lines, title
+        from systolic.quantizing.view import lines, title
         from systolic.report.notebook import screen
 
         return screen([Text(line) for line in (f"{self.path}: {title(self)}", *lines(self))])

@@ -30,7 +30,7 @@ from systolic.models.quantized.codes import (
     scales_shape,
 )
 from systolic.runs.bundle.folder import BundleDraft
-from systolic.runs.bundle.packed import QuantizedRecord, packed
+from systolic.runs.bundle.record import QuantizedRecord, packed
 from systolic.runs.weights import Weights
 
 FACTORS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0, 1.04, 1.08, 1.13, 1.18, 1.25)

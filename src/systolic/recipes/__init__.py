@@ -26,9 +26,9 @@ from systolic.core.option_words import nearest_option, path_text
 from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
-from systolic.models.published import near_published
-from systolic.recipes.jobs import folder as recipe_folder
-from systolic.recipes.jobs.folder import OpenedFiles, Unwritten, is_beside, modules
+from systolic.models.families import near_published
+from systolic.runs import recipe_folder
+from systolic.runs.recipe_folder import OpenedFiles, Unwritten, is_beside, modules
 
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
@@ -91,7 +91,7 @@ def shipped() -> list[str]:
 
 def is_named(target: str) -> bool:
     """Whether a target names a shipped recipe or a model, and no file of Python."""
-    return target in shipped() or import_module(f"{__name__}.models.named").is_model(target)
+    return target in shipped() or import_module(f"{__name__}.models").is_model(target)
 
 
 _SUFFIX = re.compile(r"\.(?!py$)[a-z][a-z0-9]+", re.IGNORECASE)
@@ -123,7 +123,7 @@ def find(target: str) -> Recipe:
         return Recipe(target=target, function=vars(module)[target])
     path, name = split(target)
     if not path.endswith(".py"):
-        models = import_module(f"{__name__}.models.named")
+        models = import_module(f"{__name__}.models")
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
         refuse_missing_file(target)
@@ -142,7 +142,7 @@ def notes(target: str, *, trains: bool) -> list[str]:
     """
     if target in shipped() or split(target)[0].endswith(".py"):
         return []
-    lines = import_module(f"{__name__}.models.named").notes(target)
+    lines = import_module(f"{__name__}.models").notes(target)
     if trains:
         lines.append(
             f"{target} is trained from random weights, and none of its files are read; fine-tune a model with systolic train sft --from DIR"

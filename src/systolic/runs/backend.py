@@ -24,7 +24,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from systolic.job import Mode
 from systolic.runs import tree
 from systolic.runs.manifest import DamagedError
-from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.upload import Part
 
 _ORBAX = f"{os.sep}orbax{os.sep}"
 _UNSTARTED = "coroutine 'async_serialize"

@@ -18,12 +18,12 @@ from typing import Any, Self
 
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
-from systolic.runs import failure, replace, tree
+from systolic.runs import failure, tree
 from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.reading import ALONE, Peers, Restore
-from systolic.runs.remote import sharded_upload
+from systolic.runs.remote import upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +220,7 @@ class CheckpointStore:
         self._read.pop(step, None)
         self._flight = Flight(
             step=step,
-            root=replace.beside(self.folder) if self.path(step).exists() else self.folder,
+            root=manifests.beside(self.folder) if self.path(step).exists() else self.folder,
             started=time.monotonic(),
             leaves={path: tree.describe(leaf) for path, leaf in table.items()},
             metrics=finite(metrics or {}),
@@ -250,7 +250,7 @@ class CheckpointStore:
         self.metrics(step)
         rated = dataclasses.replace(self._manifest(step), metrics=finite(metrics))
         if self._first():
-            sharded_upload.rate(self.path(step), rated.metrics, self.peers.part)
+            upload.rate(self.path(step), rated.metrics, self.peers.part)
         self._read[step] = rated
         self._close_saver()  # It keeps a list of its own of what is there.
         if self._first():
@@ -354,7 +354,7 @@ class CheckpointStore:
                 manifests.verify(self.path(newer), manifest, _top(manifest))
                 shutil.rmtree(self.path(newer))
             except DamagedError:
-                replace.set_aside(self.folder, newer)
+                manifests.set_aside(self.folder, newer)
             self._read.pop(newer, None)
             self._written.discard(newer)
         self._close_saver()
@@ -380,9 +380,9 @@ class CheckpointStore:
             if flight.root == self.folder:
                 manifest = manifests.read(self.path(flight.step), self._names)
             else:
-                manifest = replace.find(self.folder, flight.step)
+                manifest = manifests.read_replaced(self.folder, flight.step)
                 if self._first():
-                    replace.swap(self.folder, flight.step)
+                    manifests.swap(self.folder, flight.step)
         except Exception as error:
             self._fail(error)
         self._flight = None
@@ -524,7 +524,7 @@ class CheckpointStore:
 
         for scratch in backend.scratch_folders(self.folder):
             shutil.rmtree(scratch, ignore_errors=True)
-        replace.recover(self.folder)
+        manifests.recover(self.folder)
 
 
 def _top(manifest: Manifest) -> set[str]:

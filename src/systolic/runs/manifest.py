@@ -1,12 +1,17 @@
-"""The manifest of a checkpoint: every leaf and every file with size and CRC-32, one digest over all.
+"""The manifest of a checkpoint: every leaf and every file with size and CRC-32, one digest over all; and the swap of a checkpoint for a new one.
 
 It is written inside the checkpoint before the rename that commits it, so a committed checkpoint
 always has one, and what the disk gives back later can be compared with what was written.
+
+A new checkpoint of a step is written beside the old one and replaces it when complete.
+Between the two renames of a swap the old one waits under another name; :func:`recover` ends what a
+kill cut short.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +23,7 @@ from systolic.core.files import digest, write_json
 
 NAME = "manifest.json"
 PART = "part.json"
-"""In place of it where a host has only its part of a checkpoint; see :mod:`systolic.runs.remote.sharded_upload`."""
+"""In place of it where a host has only its part of a checkpoint; see :mod:`systolic.runs.remote.upload`."""
 ALONE, IN_PARTS = (NAME,), (PART, NAME)
 """Names of the manifest, where one folder has all and where hosts have parts."""
 FORMAT = 1
@@ -223,3 +228,65 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
         ],
         "files": {name: list(file) for name, file in manifest.files.items()},
     }
+
+
+_NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
+FOLDERS = (_NEW, _OLD)
+"""Folders of steps that are being replaced."""
+
+
+def beside(folder: Path) -> Path:
+    """Folder where new checkpoints of ``folder`` are written."""
+    return folder / _NEW
+
+
+def read_replaced(folder: Path, step: int) -> Manifest:
+    """The manifest of a replaced step, before or after another process swaps the new one in.
+
+    Raises:
+        DamagedError: it is absent or damaged.
+    """
+    try:
+        return read(beside(folder) / str(step))
+    except DamagedError:
+        return read(folder / str(step))
+
+
+def swap(folder: Path, step: int) -> None:
+    """Replaces the old checkpoint of a step by the new one.
+
+    Raises:
+        OSError: a rename failed.
+    """
+    old = folder / _OLD / str(step)
+    old.parent.mkdir(exist_ok=True)
+    (folder / str(step)).rename(old)
+    (beside(folder) / str(step)).rename(folder / str(step))
+    clear(folder)
+
+
+def clear(folder: Path) -> None:
+    """Removes leftovers of finished swaps."""
+    shutil.rmtree(folder / _OLD, ignore_errors=True)
+    shutil.rmtree(beside(folder), ignore_errors=True)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Sets a damaged checkpoint aside, replacing an earlier one of its step."""
+    aside = folder / _DAMAGED / str(step)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.parent.mkdir(exist_ok=True)
+    (folder / str(step)).rename(aside)
+
+
+def recover(folder: Path) -> None:
+    """Completes swaps that a kill interrupted: with the new checkpoint if complete, else with the old one."""
+    if (folder / _OLD).is_dir():
+        for old in (folder / _OLD).iterdir():
+            place, new = folder / old.name, beside(folder) / old.name
+            if not place.exists():
+                whole = (new / NAME).exists()
+                # Another process of the job may have done the same: no rename goes over what is there.
+                with contextlib.suppress(OSError):
+                    (new if whole else old).rename(place)
+    clear(folder)

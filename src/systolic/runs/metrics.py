@@ -1,4 +1,4 @@
-"""Log of a run: one JSON record a line, appended completely or not at all.
+"""Log of a run: one JSON record a line, appended completely or not at all, which watchers of a training get as well.
 
 A record is a plain mapping where it is written and for watchers; :func:`typed` makes it one value where it is read.
 """
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -451,3 +451,15 @@ def _numbers(value: Any) -> Any:
         case str():
             return _SPELLED.get(value, value)
     return value
+
+
+class Watcher(Protocol):
+    """Watcher of the records of ``metrics.jsonl``; must not raise and must return at once."""
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Takes a record; its ``kind`` is start, train, eval, event, sample or end."""
+        ...
+
+    def close(self) -> None:
+        """Called when the run is over, for any reason."""
+        ...

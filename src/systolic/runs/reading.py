@@ -15,7 +15,7 @@ from systolic.runs import failure, tree
 from systolic.runs import manifest as manifests
 from systolic.runs.manifest import DamagedError, Manifest
 from systolic.runs.remote import mirror
-from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.upload import Part
 
 Wanted = Mapping[tuple[str, ...], Any]
 """Path to abstract leaf."""

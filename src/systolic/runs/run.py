@@ -29,9 +29,8 @@ from systolic.runs import metrics
 from systolic.runs.access import LOCK, Access, Lock
 from systolic.runs.paths import DIRECTORY
 from systolic.runs.remote import mirror
-from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.remote.store import Objects, in_bucket
-from systolic.runs.remote.upload import Sender, claim
+from systolic.runs.remote.upload import Part, Sender, claim
 
 if TYPE_CHECKING:
     import numpy as np

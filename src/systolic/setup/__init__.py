@@ -20,7 +20,7 @@ from systolic.job.model import check_terms
 from systolic.runs.job_record import JobRecord
 from systolic.runs.weights import Weights
 from systolic.steps.machine import LocalDevices
-from systolic.steps.paged_sharding import paged_target
+from systolic.steps.paged import paged_target
 from systolic.steps.programs import compiled, evaluation_rows, jit_evaluate, jit_train, never
 from systolic.steps.state import TrainState
 from systolic.steps.step_functions import StepFunctions, wide_copy

@@ -1,25 +1,184 @@
-"""Serving a language model as pure functions: one step over a cache in pages, and the choice of tokens."""
+"""Serving a language model as pure functions: one step over a cache in pages, the choice of tokens, and what lies on which devices of an engine's mesh.
+
+| what | over the mesh |
+|---|---|
+| matrices of heads, hidden units and the vocabulary | ``tensor`` |
+| pages of keys and values | ``tensor``, by heads; latents whole on every device |
+| experts | ``expert``, and the hidden units of each ``tensor`` |
+| a step's input, the last tokens, chosen tokens | whole on every device |
+| logits | ``tensor``, by the vocabulary, until a token is chosen |
+
+A step then has two sums over the axis in each layer, one for the embedding, and what the choice of tokens takes.
+A replica of the engine has a mesh of its own, so that the axis ``data`` is 1 in all of them.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
+from jax.sharding import NamedSharding
 
-from systolic.core.errors import RunError
+from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
-from systolic.job import ServedCache
+from systolic.job import Job, Layout, ServedCache
+from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.models.decoder.checks import check_served, served_kv_heads
+from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
-from systolic.models.decoder.page_ragged import RaggedArrays
-from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
-from systolic.steps import paged_sharding
+from systolic.models.decoder.paged import (
+    LANES,
+    Layer,
+    RaggedArrays,
+    Reading,
+    layers_of,
+    page_arrays,
+    read,
+)
+from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
+from systolic.models.quantized.placement import plain_path
+from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.logits import ChosenTokens, score
-from systolic.steps.network import Arrays
+from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.step_functions import StepFunctions
+from systolic.steps.target import MeshTarget
+
+PAGED: Mapping[str, tuple[str, ...]] = {
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "routed": ("expert",),
+}
+"""Logical name of a dim to the mesh axes that split it, as :data:`systolic.steps.target.RULES`; no other is split."""
+LOGITS = (None, "vocab")
+"""Logical names of the dims of a step's logits."""
+EMBEDDING = ("vocab", "embed")
+"""Logical dims of the embedding."""
+GATHERED_BYTES = 32 << 20
+"""Logits of a choice up to which they are gathered once. Over split ones it has 14 collectives of a few bytes, which take
+as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
+KV_MATRICES = ("key", "value")
+KV_BIASES = ("key_bias", "value_bias")
+
+
+def paged_target(target: MeshTarget) -> MeshTarget:
+    """The target under the rules of serving."""
+    return replace(target, rules=PAGED, serves=True)
+
+
+def whole(target: MeshTarget) -> NamedSharding:
+    """Sharding of what all devices hold whole."""
+    return target.sharding(target.spec())
+
+
+def fitted_sharding(target: MeshTarget, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
+    """Sharding of an array by the logical names of its dims; one that its axis does not divide is whole."""
+    return target.sharding(target.fit(shape, axes))
+
+
+def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of weights by path, with the order of dims that matmuls read where XLA would copy a weight in every step.
+
+    By its own order the heads of a projection [embed, heads, head_dim] are rows of tiles, and a device may have fewer
+    heads than a tile has rows. Heads that fill no register stay in XLA's order, which packs them. Kernels of experts read
+    gate, up and down with the hidden units as rows: of a part of them that fills no register XLA takes another order for
+    gate and up, or for down, than a kernel would, and copies all experts; so it does with an embedding whose rows do not
+    fill whole registers, to pick a few of them.
+    """
+    model, placed = steps.job.model, dict(shardings)
+    if steps.target.platform != "tpu" or not isinstance(model, Decoder):
+        return placed
+    orders: dict[Any, tuple[int, ...]] = {EMBEDDING: (0, 1)}
+    orders |= EXPERT_ORDERS if model.experts > 1 else {}
+    if not model.head_dim % LANES:
+        orders |= dict.fromkeys(PROJECTIONS, (1, 0, 2))
+    for path, axes in {**steps.network.axes, **steps.network.frozen}.items():
+        inner = None if axes is None else orders.get(axes[-3:])
+        if path not in placed or axes is None or inner is None:
+            continue
+        if axes[-3:] not in PROJECTIONS and not _read_as_it_lies(steps.network, path):
+            continue
+        outer = len(axes) - len(inner)
+        order = (*range(outer), *(outer + dim for dim in inner))
+        placed[path] = Format(Order(order), placed[path])
+    return placed
+
+
+def _read_as_it_lies(network: ModelStructure, path: str) -> bool:
+    """Whether kernels read an array: a plain one, or codes of 8 bits with one scale an output; others are restored first, and scales have a short dim."""
+    matrix = plain_path(path)
+    if path == matrix:
+        return True
+    if path != f"{matrix}/{CODES}":
+        return False
+    codes, scales = (network.model_state[f"{matrix}/{name}"] for name in (CODES, SCALES))
+    wide = codes.dtype.name not in (*NARROW_DTYPES, *QUANTILES)
+    return wide and scales.shape[-2] == 1
+
+
+def for_choice(target: MeshTarget, logits: jax.Array, *, always: bool = False) -> jax.Array:
+    """Logits f32[texts, vocab] as a choice takes them: gathered where they are few, or ``always``."""
+    if not always and logits.size * logits.dtype.itemsize > GATHERED_BYTES:
+        return logits
+    return target.constrain(logits, None, None)
+
+
+def served_job(job: Job, layout: Layout) -> Job:
+    """The job with key-value heads that the tensor axis divides: see :func:`with_copied_heads`.
+
+    Raises: as :func:`systolic.models.decoder.checks.check_served`.
+    """
+    model = job.model
+    if not isinstance(model, Decoder):
+        return job
+    check_served(model, layout)
+    heads = served_kv_heads(model, layout.tensor)
+    return job if heads == model.kv_heads else replace(job, model=replace(model, kv_heads=heads))
+
+
+def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
+    """Weights of training with the key-value heads of :func:`served_job`, each a copy of one of the model's.
+
+    Args:
+        arrays: By path, of all layers of a stack: matrices [layers, d_model, kv_heads, head_dim], biases [layers, kv_heads x head_dim].
+        model: Whose weights they are.
+        served: The job that is served.
+
+    Raises:
+        LayoutError: the keys have an adapter.
+    """
+    ours: Any = served.model
+    if ours == model:
+        return arrays
+    if served.adapter:
+        raise LayoutError(
+            f"layout.tensor does not divide the {model.kv_heads} key-value heads, and copies of heads have no adapters; export the run with its adapters merged, or use a layout.tensor that does"
+        )
+    times = ours.kv_heads // model.kv_heads
+
+    def copied(path: str, array: jax.Array) -> jax.Array:
+        block, _, name = plain_path(path).rpartition("/")
+        # Factors of a matrix's inputs are those of all heads.
+        if path.endswith(f"/{name}/{INPUTS}"):
+            return array
+        if block.endswith("blocks") and name in KV_MATRICES:
+            return jnp.repeat(array, times, axis=-2)
+        if block.endswith("blocks") and name in KV_BIASES:
+            split = array.reshape(*array.shape[:-1], model.kv_heads, -1)
+            return jnp.repeat(split, times, axis=-2).reshape(*array.shape[:-1], -1)
+        return array
+
+    return {path: copied(path, array) for path, array in arrays.items()}
+
 
 BLOCKS = ("blocks/", "dense_blocks/")
 """Beginnings of the paths of what lies stacked by layers."""
@@ -108,7 +267,7 @@ class PagedSteps:
 
     Attributes:
         steps: Under the sharding rules of serving, with key-value heads that the mesh divides: see
-            :mod:`systolic.steps.paged_sharding`.
+            :mod:`systolic.steps.paged`.
 
     Raises:
         RunError: the model is no decoder of this package.
@@ -119,8 +278,8 @@ class PagedSteps:
         self, steps: StepFunctions, page_size: int, cache: ServedCache = ServedCache.plain
     ) -> None:
         self.cache = cache
-        self._model, target = steps.job.model, paged_sharding.paged_target(steps.target)
-        job = paged_sharding.served_job(steps.job, target.layout)
+        self._model, target = steps.job.model, paged_target(steps.target)
+        job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
         self._layers: list[Layer] = []
         params, model_state = steps.network.shapes
@@ -140,7 +299,7 @@ class PagedSteps:
         """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
         network = self.steps.network
         own = {**network.cast(params), **model_state}
-        every = paged_sharding.with_copied_heads(own, self._model, self.steps.job)
+        every = with_copied_heads(own, self._model, self.steps.job)
         module = self._module(
             {path: every[path] for path in params}, {path: every[path] for path in model_state}
         )
@@ -204,8 +363,8 @@ class PagedSteps:
     def shardings(self) -> ServingWeights:
         """Shardings of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
         kept = self.steps.shardings
-        params = paged_sharding.in_order(self.steps, kept.params)
-        rest = paged_sharding.in_order(self.steps, kept.model_state)
+        params = in_order(self.steps, kept.params)
+        rest = in_order(self.steps, kept.model_state)
         module = self._module(params, rest)
         every = {**params, **rest}
         ends = {path: sharding for path, sharding in every.items() if not path.startswith(BLOCKS)}
@@ -221,13 +380,13 @@ class PagedSteps:
         target, axes = self.steps.target, self.arrays.axes
         pages = jax.eval_shape(lambda: self.empty_pages(count))
         return jax.tree.map(
-            lambda a: _with(a, paged_sharding.sharding(target, a.shape, *axes(a.ndim))), pages
+            lambda a: _with(a, fitted_sharding(target, a.shape, *axes(a.ndim))), pages
         )
 
     def placed_logits(self, texts: int) -> jax.ShapeDtypeStruct:
         """Abstract logits f32[texts, vocab] with their sharding."""
         shape, target = (texts, self.vocab), self.steps.target
-        where = paged_sharding.sharding(target, shape, *paged_sharding.LOGITS)
+        where = fitted_sharding(target, shape, *LOGITS)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
     def page_bytes(self) -> int:

@@ -21,8 +21,8 @@ from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter
 from systolic.job import Job
-from systolic.recipes.jobs.source import JobSource, given_options, source_of
-from systolic.training.watch import Watcher
+from systolic.recipes.jobs import JobSource, given_options, source_of
+from systolic.runs.metrics import Watcher
 
 if TYPE_CHECKING:
     from systolic.planning.plan import Plan
@@ -307,8 +307,7 @@ def _planned(
     options: dict[str, Any],
     warn: Callable[[str], None],
 ) -> JobSource:
-    from systolic.recipes.jobs.plan import candidate_of
-    from systolic.recipes.jobs.source import with_plan
+    from systolic.recipes.jobs import candidate_of, with_plan
     from systolic.runs.plan_choice import read
 
     if plan is None or isinstance(job, JobSource):

@@ -18,8 +18,7 @@ from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.core.machine import end_with
 from systolic.core.reporter import reporter, working
-from systolic.recipes.jobs.plan import under_plan
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs import JobSource, under_plan
 from systolic.runs.plan_choice import Chosen
 from systolic.training.session import check_data, check_rehearsal
 

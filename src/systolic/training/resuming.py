@@ -17,14 +17,13 @@ from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Batch, Job, Schedule, Split
 from systolic.job.data import Contents
 from systolic.recipes import Recipe
+from systolic.recipes.jobs import JobSource, kept_flags, resumed
 from systolic.recipes.jobs import run as run_files
-from systolic.recipes.jobs.plan import resumed
-from systolic.recipes.jobs.source import JobSource, kept_flags
 from systolic.runs import manifest, paths
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, check_parts, read_record, types_of
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.upload import Part
 from systolic.runs.run import Run
 from systolic.training.ledger import Ledger
 from systolic.training.session import (
@@ -243,7 +242,7 @@ class OpenedRun:
     saved: Mapping[str, Any]
     """The recipe's options of the run's last session."""
     types: Mapping[str, str] | None = None
-    """Types of a Job without a recipe; see :class:`systolic.recipes.jobs.source.JobSource`."""
+    """Types of a Job without a recipe; see :class:`systolic.recipes.jobs.JobSource`."""
     gives_job: bool = False
     """Whether the caller gave the Job, which may then differ from the run's."""
 

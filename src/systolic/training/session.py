@@ -11,20 +11,20 @@ from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.files import cache_home
 from systolic.core.machine import bounded
-from systolic.core.notebook import frame
 from systolic.core.reporter import reporter, working
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
+from systolic.recipes.jobs import JobSource, kept_flags, new_flags
 from systolic.recipes.jobs import run as run_files
-from systolic.recipes.jobs.source import JobSource, kept_flags, new_flags
+from systolic.report.notebook import frame
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, read_record
+from systolic.runs.metrics import Watcher
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.remote.store import in_bucket
+from systolic.runs.remote.upload import Part
 from systolic.runs.run import JOB, Run
 from systolic.training.ledger import Ledger, Spent
-from systolic.training.watch import Watcher
 
 if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded

@@ -23,6 +23,7 @@ from systolic.inference.generation import Generator
 from systolic.job import GuardRule, Job, Mode, Sampling, Split
 from systolic.runs import Run
 from systolic.runs.checkpoint import Restored
+from systolic.runs.metrics import Watcher
 from systolic.runs.remote.store import origin
 from systolic.runs.weights import plain_parameters
 from systolic.setup import Setup, computed_in
@@ -43,7 +44,6 @@ from systolic.training.ledger import Ledger, Meter, Spent
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
 from systolic.training.session import SessionOptions
-from systolic.training.watch import Watcher
 
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60

@@ -11,7 +11,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.core.reporter import reporter, working
 from systolic.planning.goal import PriceTerm
-from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.recipes.jobs import JobSource, source_of
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from systolic.job import Job, Split
 from systolic.job.optimizer import Shortened
 from systolic.planning.goal import PriceTerm
 from systolic.recipes import Recipe
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs import JobSource
 from systolic.runs import paths
 from systolic.runs.run import JOB, job_fields
 from systolic.training.resuming import flat

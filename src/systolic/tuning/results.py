@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
 from systolic.job import Mode, Task
+from systolic.report.notebook import notebook_html
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, TrialNotes, notes_of

@@ -27,7 +27,7 @@ from systolic.core.units import dollars, gibibytes
 from systolic.forecasting.run import forecast_job
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs import JobSource
 from systolic.runs import failure
 from systolic.runs.access import is_held
 from systolic.runs.record import load_run
@@ -417,7 +417,7 @@ class TrialWatcher:
     """Size of the model, from the run's first record."""
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """See :class:`systolic.training.watch.Watcher`."""
+        """See :class:`systolic.runs.metrics.Watcher`."""
         if record["kind"] == "start":
             self.started = True
             self.parameters = record["num_parameters"]

@@ -26,9 +26,8 @@ from systolic.data.text.chat import DATE, ChatTemplate, find_template
 from systolic.data.text.conversations import Line, closing, read, tokenized
 from systolic.data.text.messages import is_learned, takes_of
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.http.chat import ChatFields, checked_messages, rendered
+from systolic.serving.http.chat import ChatFields, ToolCall, checked_messages, rendered
 from systolic.serving.http.protocol import ProblemError
-from systolic.serving.http.tools import ToolCall
 from systolic.serving.registry import ServedText
 from tests.data.text.conversations import CONVERSATIONS, LOOP
 from tests.formats import folders

@@ -18,7 +18,7 @@ from systolic.forecasting.serving.forecast import LatencyLimits, Load, ServingFo
 from systolic.forecasting.serving.layout import engine_layout, layout_of_requests, serving_layout
 from systolic.formats.matrices import whole
 from systolic.job import Layout, WeightFormat
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 from tests.compiles import cheap
 
 pytestmark = pytest.mark.own_programs

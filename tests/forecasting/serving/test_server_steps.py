@@ -21,7 +21,7 @@ from systolic.forecasting.serving.server_steps import (
 )
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.config import Decoder
-from systolic.recipes.jobs.source import source_of
+from systolic.recipes.jobs import source_of
 
 pytestmark = pytest.mark.own_programs
 

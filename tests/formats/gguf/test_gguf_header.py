@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError
-from systolic.formats.gguf.header import GgufHeader
+from systolic.formats.gguf.reader import GgufHeader
 from systolic.formats.source import open_source
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from systolic.cli.main import main
-from systolic.compiling.environment import QUIET
+from systolic.compiling.settings import QUIET
 from systolic.core.errors import OptionError, RunError
 from systolic.data.text.documents import Prompts
 from systolic.formats.comparison import difference, joined, outputs_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.forecasting.display.xprof import integer, message
-from systolic.profile.xspace import _fields
+from systolic.profile.xplane import _fields
 
 HERE = Path(__file__).parent
 V6E = "v6e-8-allreduce-host-offload.xplane.pb"

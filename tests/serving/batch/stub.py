@@ -12,13 +12,12 @@ import numpy as np
 
 from systolic.compiling.program_store import ReadyProgram
 from systolic.core.errors import DataError
-from systolic.inference.readers import Example, Output
+from systolic.inference.predictor import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BatchOptions, InputLimits
-from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.batch.intake import Intake
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.compiles import CompileFacts
+from systolic.serving.facts import AnswerFacts, BatchFacts, CompileFacts
 from systolic.serving.request import ANY, BYTES, ArraySpec, ModelKind
 
 

@@ -13,7 +13,7 @@ from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.model import intake_of
-from systolic.serving.compiles import COMPILED
+from systolic.serving.facts import COMPILED
 from tests.formats import test_sentences
 
 pytestmark = pytest.mark.own_programs

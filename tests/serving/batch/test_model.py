@@ -13,8 +13,8 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic
-from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
+from systolic.serving.facts import AnswerFacts, Ended
 from systolic.serving.http.metrics import BatchLoadMetrics, BatchMetrics, Metrics
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import ServedBatch

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from systolic.inference.readers import Example
+from systolic.inference.predictor import Example
 from systolic.inference.rows import Row
 from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
 from systolic.serving.batch.buckets import BucketGrid
-from systolic.serving.batch.facts import Ended
 from systolic.serving.batch.model import Completions
+from systolic.serving.facts import Ended
 from tests.serving.batch.stub import Told
 
 

@@ -2,8 +2,8 @@
 
 import io
 
-from systolic.serving.display.batch import line, summary
 from systolic.serving.http.telemetry import OpeningLog
+from systolic.serving.offline.display import line, summary
 from systolic.serving.offline.files import BatchProgress
 
 

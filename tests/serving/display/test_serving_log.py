@@ -4,7 +4,7 @@ import io
 
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import Shapes, choose
-from systolic.serving.compiles import CompileFacts
+from systolic.serving.facts import CompileFacts
 from systolic.serving.http.metrics import (
     BatchLoadMetrics,
     BatchMetrics,

@@ -8,7 +8,7 @@ import jax
 import jax.monitoring
 
 from systolic.compiling.program_store import ProgramStore
-from systolic.serving.compiles import COMPILED
+from systolic.serving.facts import COMPILED
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from tests.serving.text.engine import SMALL, Small

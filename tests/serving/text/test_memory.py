@@ -11,9 +11,9 @@ from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
-from systolic.serving.text import memory
-from systolic.serving.text.memory import held_bytes
+from systolic.serving.text import runner
 from systolic.serving.text.opening import open_engine, plan_engine
+from systolic.serving.text.runner import held_bytes
 from tests.serving.text.engine import SIZES, shared
 
 KINDS = [(True, False), (False, True), (True, True)]
@@ -115,20 +115,20 @@ def test_what_lies_on_a_device_is_not_there_for_others(monkeypatch):
             return self.stats or None
 
     several = [Device(bytes_limit=1000, bytes_in_use=used) for used in (100, 300)]
-    assert memory.capacity_bytes(several) == 700
+    assert runner.capacity_bytes(several) == 700
     # A CPU device counts nothing; its container's limit may be less than the machine's memory.
-    monkeypatch.setattr(memory, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
+    monkeypatch.setattr(runner, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
     least = psutil.virtual_memory().total // len(jax.local_devices())
-    assert 0 < memory.capacity_bytes([Device()]) < least
-    monkeypatch.setattr(memory, "memory_bytes", lambda: 0)
-    assert memory.capacity_bytes([Device()]) == 0
+    assert 0 < runner.capacity_bytes([Device()]) < least
+    monkeypatch.setattr(runner, "memory_bytes", lambda: 0)
+    assert runner.capacity_bytes([Device()]) == 0
 
 
 @pytest.mark.parametrize("room", [30, 12])
 def test_pages_are_as_many_as_fit_or_it_is_refused(small, engine, monkeypatch, room):
     found = engine.memory
     much = found.weights_bytes + found.temporary_bytes + room * found.page_bytes + 100
-    monkeypatch.setattr(memory, "capacity_bytes", lambda _: much)
+    monkeypatch.setattr(runner, "capacity_bytes", lambda _: much)
     if room < 13:
         with pytest.raises(RunError, match="longest text needs 13 pages"):
             small.engine(programs=(1, 1, 1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from systolic.serving.compiles import CompileFacts
+from systolic.serving.facts import CompileFacts
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics, TextLoadMetrics, TextMetrics
 from systolic.serving.http.state import ServerState

@@ -16,7 +16,7 @@ from systolic.runs.metrics import FinalRecord, StartRecord, SummaryRecord
 from systolic.runs.record import RunRecord
 from systolic.training.display.live import MAX_LINES, Live, Screen
 from systolic.training.display.plain import Plain, headline
-from systolic.training.display.verdict import judge
+from systolic.training.display.summary import judge
 from tests.training.display.fabricate_run import event, records, start, train
 
 UTF = {"TERM": "xterm-256color"}

@@ -8,9 +8,14 @@ import pytest
 
 from systolic.report.figures import Tone
 from systolic.runs.record import RunRecord, State, load_run
-from systolic.training.display import readings
-from systolic.training.display.summary import plain_summary, print_summary
-from systolic.training.display.verdict import commands, judge
+from systolic.training.display.summary import (
+    commands,
+    judge,
+    metric_texts,
+    plain_summary,
+    print_summary,
+    seconds_by_kind,
+)
 from tests.training.display.fabricate_run import failed_records, records, summary, write_run
 
 
@@ -61,7 +66,7 @@ def test_a_run_without_a_summary_is_unfinished(tmp_path: Path, whole: list[dict]
 def test_without_a_summary_the_records_say_where_the_time_went(
     tmp_path: Path, whole: list[dict]
 ) -> None:
-    spent = readings.seconds_by_kind(load_run(write_run(tmp_path, whole)))
+    spent = seconds_by_kind(load_run(write_run(tmp_path, whole)))
     assert spent["eval"] == 12.0
     assert spent["compile"] == pytest.approx(11.6 + 2.6)
     assert spent["checkpoint"] == pytest.approx(6 * 1.6)
@@ -138,7 +143,7 @@ def test_the_headline_is_the_measure_of_the_kind_of_model(
     end["final"]["metrics"] = metrics
     run = load_run(write_run(tmp_path, lines, end))
     assert judge(run).sentence == sentence
-    assert next(iter(readings.metrics(run).items())) == first
+    assert next(iter(metric_texts(run).items())) == first
 
 
 def test_the_command_that_made_it_without_the_folder_that_is_taken(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from systolic.core.errors import RunError
+from systolic.training.distributed import HostReport, differing, meet
 from systolic.training.distributed.detect import Member
-from systolic.training.distributed.rendezvous import HostReport, differing, meet
 
 
 def free_port() -> int:

@@ -11,8 +11,8 @@ from systolic.explaining.display.text import overlap_remarks, profile_remark, pr
 from systolic.explaining.profiles import figures as figures_of
 from systolic.explaining.step import Cause
 from systolic.profile import Profile, ProfiledOp
-from systolic.profile.ceilings import MATRIX, MEMORY, VECTOR_MEMORY
 from systolic.profile.ops import Activity
+from systolic.profile.profile import MATRIX, MEMORY, VECTOR_MEMORY
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
 from systolic.profile.trace import DeviceOp, HostEvent, Interval, missing, union
 from systolic.report import figures, pages

@@ -10,7 +10,7 @@ from systolic.core.arguments import WRITTEN
 from systolic.report.output import print_json
 
 if TYPE_CHECKING:
-    from systolic.explaining.calibrate import Calibrated
+    from systolic.explaining.command import Calibrated
     from systolic.explaining.explainer import ProgramExplanation, StepExplanation
     from systolic.explaining.profiles import ProfileExplanation
     from systolic.explaining.runs import RunExplanation

@@ -36,7 +36,7 @@ from systolic.formats.outline import outlined
 from systolic.job import Job, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
-from systolic.recipes.models.named import is_model
+from systolic.recipes.models import is_model
 from systolic.sim.calibration import Calibration
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.steps.lengths import check_length, longest_by_files, longest_text

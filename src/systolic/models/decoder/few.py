@@ -6,7 +6,7 @@ rows as for many. Experts that no token chose are not read. The grid's steps are
 units, and a step multiplies gate, up and down of its tile while the next ones are fetched.
 
 Matrices are read with the hidden units as rows: gate and up [experts, d_ff, d_model], so that the part of a device fills whole
-registers whatever the tensor axis leaves of d_ff. A server keeps them in this order (:mod:`systolic.steps.paged_sharding`).
+registers whatever the tensor axis leaves of d_ff. A server keeps them in this order (:mod:`systolic.steps.paged`).
 """
 
 from dataclasses import dataclass

@@ -15,8 +15,7 @@ from systolic.formats.outline import kept_files
 from systolic.job import Data, Job
 from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
-from systolic.recipes.jobs.plan import under_plan
-from systolic.recipes.jobs.source import JobSource, recipe_of
+from systolic.recipes.jobs import JobSource, recipe_of, under_plan
 from systolic.runs import access, paths
 from systolic.runs.job_record import JobRecord, check_revision, job_from_json, read_record
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run

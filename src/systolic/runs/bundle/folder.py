@@ -29,23 +29,21 @@ from systolic.core.files import check_folder_writable, check_room, write_json
 from systolic.core.units import with_article
 from systolic.job import Model, Quantization
 from systolic.runs import failure
-from systolic.runs.bundle.packed import (
-    AnyTensor,
-    StoredTensor,
-    quantization_of,
-    views,
-)
 from systolic.runs.bundle.record import (
     DIGEST,
     FORMAT,
     KIND,
     PLAIN_FORMAT,
+    AnyTensor,
     BundleHead,
     BundleRecord,
     FileRecord,
+    StoredTensor,
+    quantization_of,
     seal,
     sealed,
     versions,
+    views,
 )
 from systolic.runs.bundle.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
 from systolic.runs.run import JOB

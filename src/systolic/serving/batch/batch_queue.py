@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from systolic.inference.readers import Example, Output
+from systolic.inference.predictor import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BucketGrid
-from systolic.serving.batch.facts import AnswerFacts, Ended
+from systolic.serving.facts import AnswerFacts, Ended
 from systolic.serving.request import RefusedError
 
 

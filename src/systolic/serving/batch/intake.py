@@ -17,8 +17,15 @@ from systolic.compiling.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.data.input_files import InputFiles
 from systolic.formats.program.model import ExportedProgram
-from systolic.inference.predictor import FixedForm, Form
-from systolic.inference.readers import Example, Output, SpeechReader, TextReader, joined
+from systolic.inference.predictor import (
+    Example,
+    FixedForm,
+    Form,
+    Output,
+    SpeechReader,
+    TextReader,
+    joined,
+)
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Field
 from systolic.serving.batch.buckets import InputLimits

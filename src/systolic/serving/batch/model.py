@@ -14,8 +14,7 @@ from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError
 from systolic.data.audio import Recordings
 from systolic.data.text.text_data import Sentences
-from systolic.inference.predictor import FixedForm, Predictor
-from systolic.inference.readers import Example, SpeechReader, TextReader
+from systolic.inference.predictor import Example, FixedForm, Predictor, SpeechReader, TextReader
 from systolic.inference.rows import Bucket
 from systolic.job.data import Data
 from systolic.models.encoder.config import Encoder
@@ -28,7 +27,6 @@ from systolic.serving.batch.buckets import (
     Traffic,
     choose,
 )
-from systolic.serving.batch.facts import BatchFacts, BatchWatcher, Ended
 from systolic.serving.batch.intake import (
     ArrayIntake,
     ImageIntake,
@@ -39,7 +37,14 @@ from systolic.serving.batch.intake import (
     size_of,
     used_inputs,
 )
-from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
+from systolic.serving.facts import (
+    COUNT,
+    BatchFacts,
+    BatchWatcher,
+    CompileFacts,
+    Ended,
+    count_compiles,
+)
 from systolic.serving.request import ArraySpec, ExpiredError, ModelKind
 from systolic.steps.step_functions import StepFunctions
 

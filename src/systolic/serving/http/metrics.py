@@ -18,8 +18,7 @@ from prometheus_client import (
 
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import BucketGrid
-from systolic.serving.batch.facts import AnswerFacts, BatchFacts
-from systolic.serving.compiles import CompileFacts
+from systolic.serving.facts import AnswerFacts, BatchFacts, CompileFacts
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import Key
 from systolic.serving.text.buckets import Buckets
@@ -387,7 +386,7 @@ class TextMeter:
 
 
 class BatchMetrics:
-    """Metrics of batch models; a :class:`~systolic.serving.batch.facts.BatchWatcher` for each by :meth:`of`."""
+    """Metrics of batch models; a :class:`~systolic.serving.facts.BatchWatcher` for each by :meth:`of`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.all = metrics
@@ -414,7 +413,7 @@ class BatchMetrics:
 
 
 class BatchMeter:
-    """Counts what one batch model does; a :class:`~systolic.serving.batch.facts.BatchWatcher`."""
+    """Counts what one batch model does; a :class:`~systolic.serving.facts.BatchWatcher`."""
 
     def __init__(self, metrics: BatchMetrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
         self._all, self._gauges, self._at = metrics, gauges, at
@@ -509,7 +508,7 @@ class TextLoadMetrics:
 
 
 class BatchLoadMetrics:
-    """A :class:`~systolic.serving.batch.facts.BatchWatcher` that also writes compiles into the log.
+    """A :class:`~systolic.serving.facts.BatchWatcher` that also writes compiles into the log.
 
     Args:
         model: Its name.

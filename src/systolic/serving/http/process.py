@@ -23,9 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import NOT_NEGATIVE, Range, check
-from systolic.serving.http.app import application
+from systolic.serving.http.app import RequestMiddleware, application
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.middleware import RequestMiddleware
 from systolic.serving.http.state import ServerState
 from systolic.serving.http.telemetry import EventLog, find_traces
 from systolic.serving.registry import ModelLoad, ReloadPlan, Served

@@ -20,10 +20,9 @@ from systolic.core.reporter import reporter
 from systolic.formats.outline import model_contents
 from systolic.formats.registry import in_files
 from systolic.job import Precision
-from systolic.serving.http.app import application
+from systolic.serving.http.app import RequestMiddleware, application
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.middleware import RequestMiddleware
 from systolic.serving.http.state import CONTEXT, RequestContext, ServerState
 from systolic.serving.http.telemetry import EventLog, NoTraces
 from systolic.serving.offline.files import (
@@ -222,7 +221,7 @@ class InProcessResponse:
 
 
 async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
-    """Posts some JSON to a :class:`~systolic.serving.http.middleware.RequestMiddleware`; cancelled, it ends the request and frees what it holds."""
+    """Posts some JSON to a :class:`~systolic.serving.http.app.RequestMiddleware`; cancelled, it ends the request and frees what it holds."""
     path, _, query = url.partition("?")
     scope: Scope = {
         "type": "http",

@@ -151,7 +151,7 @@ def restored_on_cpu(
     slow = {p: how for p, how in job.quantization.matrices if not _multiplied(job, p, how.format)}
     if machine.platform != "cpu" or not slow or not isinstance(job.model, Decoder):
         return model
-    from systolic.serving.text.memory import capacity_bytes
+    from systolic.serving.text.runner import capacity_bytes
 
     kept = {p: how for p, how in job.quantization.matrices if p not in slow}
     setup = again(replace(job, quantization=Quantization.of(kept)))

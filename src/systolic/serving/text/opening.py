@@ -12,12 +12,11 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
-from systolic.serving.compiles import CompileFacts
+from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
-from systolic.serving.text.memory import memory_of, pages_that_fit
-from systolic.serving.text.runner import Programs, StepRunner
+from systolic.serving.text.runner import Programs, StepRunner, memory_of, pages_that_fit
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
@@ -210,7 +209,7 @@ class EnginePlan:
 
         Raises:
             OptionError: fewer fit than are asked for.
-            RunError: as :func:`systolic.serving.text.memory.pages_that_fit`.
+            RunError: as :func:`systolic.serving.text.runner.pages_that_fit`.
         """
         first = first or self.programs()
         if opening is not None:

@@ -12,9 +12,9 @@ from systolic.job import Batch, Job, Layout
 from systolic.models.decoder.config import Decoder
 from systolic.serving.registry import LiveEngine
 from systolic.serving.request import RefusedError
-from systolic.serving.text.memory import capacity_bytes, held_bytes
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.serving.text.request import AnswerStream, TextRequest
+from systolic.serving.text.runner import capacity_bytes, held_bytes
 from systolic.serving.text.scheduler import next_key
 from systolic.serving.text.sequence import START
 from systolic.steps.paged import PagedSteps

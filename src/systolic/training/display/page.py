@@ -28,8 +28,19 @@ from systolic.report.pages import (
 from systolic.report.terminal import printable
 from systolic.runs.metrics import EvalRecord, EventRecord, SummaryRecord, TrainRecord, loss_of
 from systolic.runs.record import RunRecord, load_run
-from systolic.training.display import plain, readings
-from systolic.training.display.verdict import commands, judge
+from systolic.training.display import plain
+from systolic.training.display.summary import (
+    REPORT,
+    TimeShare,
+    commands,
+    goodput,
+    judge,
+    metric_texts,
+    scope,
+    shares,
+    speed,
+    wall,
+)
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""
@@ -270,8 +281,6 @@ def _padded(low: float, high: float) -> PlotAxis:
     return pages.linear_axis(low, high + pad, num_ticks=6)
 
 
-NAME = "report.html"
-
 MAX_EVENTS = 150
 """Rows of the event table; the last ones are kept."""
 MAX_SPANS = 250
@@ -308,7 +317,7 @@ def write_report(run_dir: Path) -> Path:
         NotFoundError: not a run directory.
         RunError: a damaged JSON file, or the page cannot be written.
     """
-    target = run_dir / NAME
+    target = run_dir / REPORT
     write_atomically(target, render(load_run(run_dir)))
     return target
 
@@ -326,11 +335,11 @@ def render(run: RunRecord) -> str:
         "tiles": tiles(run),
         "figures": all_charts(run),
         "hover": hover_table(run),
-        "shares": [_part(share) for share in readings.shares(run)],
+        "shares": [_part(share) for share in shares(run)],
         "is_measured": run.summary is not None,
-        "goodput": readings.goodput(run),
-        "wall": readings.wall(run),
-        "scope": readings.scope(run),
+        "goodput": goodput(run),
+        "wall": wall(run),
+        "scope": scope(run),
         "lanes": lanes(run),
         "lead_in": lead_in(run),
         "events": [(figures.seconds(e.elapsed), plain.event_text(e)) for e in events],
@@ -367,16 +376,16 @@ def header_facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def tiles(run: RunRecord) -> list[Tile]:
     """The key figures: metrics first, then speed, then trouble."""
-    shown = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
+    shown = [Tile(label=name, value=text) for name, text in metric_texts(run).items()]
     loss = run.final_loss
     if loss is not None:
         alarming = run.has_diverged or not math.isfinite(loss)
         shown.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
     peaks = [r.memory_bytes for r in run.train if r.memory_bytes is not None]
     texts = [
-        *readings.speed(run),
-        ("time", readings.wall(run)),
-        ("goodput", readings.goodput(run)),
+        *speed(run),
+        ("time", wall(run)),
+        ("goodput", goodput(run)),
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
     shown += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
@@ -401,7 +410,7 @@ def _trouble(summary: SummaryRecord | None) -> list[tuple[str, int]]:
     ]
 
 
-def _part(share: readings.TimeShare) -> BarPart:
+def _part(share: TimeShare) -> BarPart:
     return BarPart(
         hue=pages.TIMES[share.kind],
         name=share.name,
@@ -523,10 +532,8 @@ def _cut(text: str, limit: int) -> str:
 def notes(run: RunRecord) -> list[str]:
     """Notes about the records: their scope, terms without a chart, damage."""
     texts = []
-    if readings.scope(run):
-        texts.append(
-            f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
-        )
+    if scope(run):
+        texts.append(f"Times, throughput and goodput are of the {scope(run)}; the charts show all.")
     hidden = hidden_terms(run)
     if hidden:
         texts.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")

@@ -25,7 +25,7 @@ from systolic.report.pages import (
     Tile,
     fill,
 )
-from systolic.tuning.display import readings
+from systolic.tuning.display import view
 from systolic.tuning.objective import Aim, usual
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
@@ -93,7 +93,7 @@ def _slice(study: StudyResult, option: Searched, y: PlotAxis) -> Plot:
     x = _option_axis(option)
     shown = [row for row in study.rows if name in row.figures and option.name in row.values]
     dots = [_dot(study, row, x, y, _along(option, row), row.figures[name]) for row in shown]
-    words = [] if option.choices is None else [readings.value_text(word) for word in option.words]
+    words = [] if option.choices is None else [view.value_text(word) for word in option.words]
     # The best is drawn last, on top of the others.
     dots.sort(key=lambda dot: ("broken", "good", "best").index(dot.css))
     return Plot(
@@ -178,7 +178,7 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     )
     values = [row.figures[aim.name] for row in done]
     y = pages.linear_axis(min(values), max(values))
-    low, high = (readings.figure(study, aim.name, option) for option in (min(values), max(values)))
+    low, high = (view.figure(study, aim.name, option) for option in (min(values), max(values)))
     count = len(study.searched)
     words = [option.name.rpartition(".")[2] for option in study.searched]
     axes = [
@@ -209,8 +209,8 @@ def _share(row: TrialRow, aim: Aim, y: PlotAxis) -> float:
 
 def _ends(option: Searched) -> tuple[str, str]:
     if option.choices is not None:
-        return readings.value_text(option.words[0]), readings.value_text(option.words[-1])
-    return readings.value_text(option.low), readings.value_text(option.high)
+        return view.value_text(option.words[0]), view.value_text(option.words[-1])
+    return view.value_text(option.low), view.value_text(option.high)
 
 
 def _axis(study: StudyResult, name: str, values: Sequence[float]) -> PlotAxis:
@@ -252,7 +252,7 @@ def legend(study: StudyResult, shown: Sequence[Plot], ringed: str = "") -> list[
 
 
 def _text(study: StudyResult, row: TrialRow) -> str:
-    return f"trial {row.number}: {readings.objectives(study, row)}\n{readings.settings(row)}"
+    return f"trial {row.number}: {view.objectives(study, row)}\n{view.settings_of(row)}"
 
 
 NAME = "report.html"
@@ -273,8 +273,8 @@ def write_page(study: StudyResult, folder: Path) -> Path:
 
 def render(study: StudyResult, folder: Path) -> str:
     """The page's HTML."""
-    verdict = readings.verdict(study)
-    hint = "" if study.repeats else readings.luck(study)
+    verdict = view.verdict_of(study)
+    hint = "" if study.repeats else view.luck_of(study)
     over_trials = history(study)
     by_option = slices(study)
     fronts = front(study)
@@ -293,9 +293,9 @@ def render(study: StudyResult, folder: Path) -> str:
         "slices_legend": legend(study, by_option),
         "front_legend": legend(study, [], "on the Pareto front"),
         "importance": list(study.importance.items()),
-        "whole_percent": readings.whole_percent,
-        "spreads": readings.spreads(study),
-        "edges": readings.edges(study),
+        "whole_percent": view.whole_percent,
+        "spreads": view.spreads_of(study),
+        "edges": view.edges_of(study),
         "plural": figures.plural,
         "coordinates": coordinates(study),
         "names": [option.name for option in study.searched],
@@ -317,7 +317,7 @@ def tiles(study: StudyResult) -> list[Tile]:
         cards = [
             Tile(
                 label=f"best {figures.label(aim.name)}",
-                value=readings.figure(study, aim.name, best.figures[aim.name]),
+                value=view.figure(study, aim.name, best.figures[aim.name]),
                 small=f"trial {best.number}",
             )
             for aim in study.aims
@@ -326,7 +326,7 @@ def tiles(study: StudyResult) -> list[Tile]:
         Tile(
             label="trials",
             value=f"{study.finished} of {study.total}",
-            small=readings.counted(study),
+            small=view.counted(study),
         )
     )
     seconds = sum(row.seconds or 0.0 for row in study.rows)
@@ -362,14 +362,12 @@ def _table_row(study: StudyResult, row: TrialRow, folder: Path) -> dict[str, Any
         "state": row.state,
         "reason": row.reason,
         "values": [
-            readings.value_text(row.values[option.name])
+            view.value_text(row.values[option.name])
             if option.name in row.values
             else figures.MISSING
             for option in study.searched
         ],
-        "figures": [
-            readings.figure(study, aim.name, row.figures.get(aim.name)) for aim in study.aims
-        ],
+        "figures": [view.figure(study, aim.name, row.figures.get(aim.name)) for aim in study.aims],
         "seconds": figures.seconds(row.seconds),
         "dollars": figures.MISSING if row.dollars is None else dollars(row.dollars),
         "link": report if row.run and (folder / report).is_file() else "",

@@ -13,7 +13,7 @@ from systolic.core.units import duration, plural
 from systolic.report import progress, terminal
 from systolic.report.output import StderrReporter
 from systolic.report.progress import LiveArea
-from systolic.tuning.display import readings
+from systolic.tuning.display import view
 from systolic.tuning.results import StudyResult, TrialRow
 
 RUNNING = 6
@@ -49,7 +49,7 @@ class StudyDisplay(LiveArea):
         if self._told is None:
             self._told, self._before = set(ended), len(ended)
             if ended:
-                terminal.say(self._stream, f"{study.name} continues: {readings.counted(study)}")
+                terminal.say(self._stream, f"{study.name} continues: {view.counted(study)}")
         seconds = time.monotonic() - self._began
         spent = times(study, seconds, len(ended) - self._before)
         if self.drawn:
@@ -102,13 +102,13 @@ def times(study: StudyResult, seconds: float, ended: int) -> str:
 def line(study: StudyResult, row: TrialRow, spent: str) -> str:
     """Line of an ended trial: ``[ 7/40] trial 6: accuracy 98.6 %; optimizer.learning-rate 0.003; 3 m 05 s``."""
     width = len(str(study.total))
-    text = readings.objectives(study, row) if row.is_done else row.reason or row.state
+    text = view.objectives(study, row) if row.is_done else row.reason or row.state
     is_best = study.first_seed is None and row is study.best
     best = "  <- best so far" if is_best else ""
     place = f"[{study.finished:>{width}}/{study.total}]"
     parts = [
         f"{place} {study.title(row)}: {terminal.one_line(text, 160)}",
-        readings.settings(row),
+        view.settings_of(row),
         spent,
     ]
     return f"{'; '.join(filter(None, parts))}{best}"
@@ -119,22 +119,22 @@ def drawing(study: StudyResult, spent: str) -> Group:
     counted = Text(f"{study.finished}", style="bold")
     counted.append(f" of {plural(study.total, 'trial')}", "not bold")
     head = progress.bar(study.finished, study.total, counted, Text(spent, style="dim"))
-    rows = [_row("", readings.counted(study), "dim")]
+    rows = [_row("", view.counted(study), "dim")]
     running = [row for row in study.rows if row.state == "running"]
     for place, row in enumerate(running[:RUNNING]):
         name = study.aims[0].name
         at = (
-            f" (step {row.step}: {readings.figure(study, name, row.figures.get(name))})"
+            f" (step {row.step}: {view.figure(study, name, row.figures.get(name))})"
             if row.step
             else ""
         )
-        text = ": ".join(filter(None, (study.title(row), readings.settings(row)))) + at
+        text = ": ".join(filter(None, (study.title(row), view.settings_of(row)))) + at
         rows.append(_row("" if place else "running", text, "dim"))
     best = study.best
     # The best of repeats is only the luckiest seed.
     if best is not None and study.first_seed is None:
-        rows.append(_row("best", readings.objectives(study, best), "bold green"))
-        rows.append(_row("", readings.settings(best), "green"))
+        rows.append(_row("best", view.objectives(study, best), "bold green"))
+        rows.append(_row("", view.settings_of(best), "green"))
     return Group(head, *rows)
 
 

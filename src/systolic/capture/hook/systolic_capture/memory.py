@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 
-from systolic_capture import bridge, report, saving
+from systolic_capture import bridge, report
 
 HOST = ("pinned_host", "unpinned_host")
 LEAST_BYTES = 1 << 16
@@ -156,7 +156,7 @@ def look():
     most = _most(_without_garbage())
     if most <= _peak["bytes"]:
         return
-    _peak["bytes"], _peak["line"] = most, saving.line()
+    _peak["bytes"], _peak["line"] = most, report.line()
     if most > report.request().device_bytes > 0:
         _peak["over"] = True
         _peak["arrays"] = largest(LARGEST, ())

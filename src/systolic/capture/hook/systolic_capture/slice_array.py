@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
-from systolic_capture import arrays, bridge, memory, moves, saving
+from systolic_capture import arrays, bridge, memory, moves, report
 
 _Array: Any = basearray.Array
 _serials = itertools.count()
@@ -102,7 +102,7 @@ class SliceArray(_Array):
         self.use()
         arrays.wait(self)
         if self.known is None:
-            saving.read(self)
+            report.warn_of_read(self)
         moves.count_read(self, self._read, waits=True)
         known = 0 if self.known is None else self.known
         return np.full(self.physical.shape, known, self.physical.dtype)
@@ -177,7 +177,7 @@ class SliceArray(_Array):
         return self.__copy__()
 
     def __reduce__(self):
-        saving.warn()
+        report.warn_of_save()
         return (np.asarray, (self._value,))
 
     def block_until_ready(self):

@@ -1,18 +1,27 @@
-"""Two models as a table of three columns."""
+"""Output of ``systolic compare``: two models as a table of three columns."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from systolic.comparing.comparison import ComparedModel, Comparison
-from systolic.comparing.speeds import EvalForecast, ModelSpeeds, ServerForecast
 from systolic.core.units import duration, si
-from systolic.forecasting.serving.forecast import ServingPoint
+from systolic.report.output import or_json
+
+if TYPE_CHECKING:
+    from systolic.comparing.comparison import ComparedModel, Comparison
+    from systolic.comparing.speeds import EvalForecast, ModelSpeeds, ServerForecast
+    from systolic.forecasting.serving.forecast import ServingPoint
 
 NONE = "-"
-Cell = Callable[[ComparedModel], str]
+Cell = Callable[["ComparedModel"], str]
 
 
-def lines(comparison: Comparison) -> list[str]:
+@or_json
+def show(comparison: "Comparison") -> None:
+    """Prints two models side by side."""
+    print("\n".join(lines(comparison)))
+
+
+def lines(comparison: "Comparison") -> list[str]:
     """The table, then what both answered and what was run."""
     sides = (comparison.a, comparison.b)
     rows: list[Sequence[str]] = [("", str(comparison.a.path), str(comparison.b.path))]
@@ -39,7 +48,7 @@ def lines(comparison: Comparison) -> list[str]:
     return [*table, *_told(comparison)]
 
 
-def _told(comparison: Comparison) -> list[str]:
+def _told(comparison: "Comparison") -> list[str]:
     texts = []
     if (agreement := comparison.agreement) is not None:
         texts.append(str(agreement))
@@ -54,8 +63,8 @@ def _told(comparison: Comparison) -> list[str]:
     return texts
 
 
-def _add_recorded(add: Callable[[str, Cell], None], sides: tuple[ComparedModel, ...]) -> None:
-    def values(side: ComparedModel) -> dict[tuple[str, str], float | None]:
+def _add_recorded(add: Callable[[str, Cell], None], sides: "tuple[ComparedModel, ...]") -> None:
+    def values(side: "ComparedModel") -> dict[tuple[str, str], float | None]:
         return {
             (evaluation.on, name): value
             for evaluation in side.recorded
@@ -86,7 +95,7 @@ def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
 
 
-SERVER: tuple[tuple[str, Callable[[ServingPoint], str]], ...] = (
+SERVER: tuple[tuple[str, Callable[["ServingPoint"], str]], ...] = (
     ("first token", lambda point: duration(point.state.first_token_seconds)),
     ("per token", lambda point: duration(point.state.token_seconds)),
     ("new tokens/s", lambda point: f"{point.output_tokens_per_second:,.0f}"),
@@ -94,7 +103,7 @@ SERVER: tuple[tuple[str, Callable[[ServingPoint], str]], ...] = (
 """Name of a row, and what it shows of a server's point."""
 
 
-def speed_rows(sides: Sequence[ModelSpeeds]) -> list[Sequence[str]]:
+def speed_rows(sides: "Sequence[ModelSpeeds]") -> list[Sequence[str]]:
     """Stages timed here, then each slice's forecasts."""
     stages = dict.fromkeys(stage for side in sides for stage in side.seconds)
     rows: list[Sequence[str]] = [
@@ -106,7 +115,7 @@ def speed_rows(sides: Sequence[ModelSpeeds]) -> list[Sequence[str]]:
     return rows
 
 
-def timed_lines(sides: Sequence[ModelSpeeds], timed: Mapping[str, int]) -> list[str]:
+def timed_lines(sides: "Sequence[ModelSpeeds]", timed: Mapping[str, int]) -> list[str]:
     """Device and programs of the timings (both programs where they differ), with notes."""
     ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
     programs = " and ".join(dict.fromkeys(side.program or "" for side in sides))
@@ -119,8 +128,10 @@ def timed_lines(sides: Sequence[ModelSpeeds], timed: Mapping[str, int]) -> list[
 
 
 def _slice_rows(
-    name: str, sides: Sequence[ServerForecast | EvalForecast | None]
+    name: str, sides: "Sequence[ServerForecast | EvalForecast | None]"
 ) -> list[Sequence[str]]:
+    from systolic.comparing.speeds import EvalForecast, ServerForecast
+
     servers = [side for side in sides if isinstance(side, ServerForecast)]
     if len(servers) < len(sides):
         cells = [

@@ -1,17 +1,56 @@
-"""A quantized model beside the one that it was made from, as lines: sizes, quality, speeds, and its matrices."""
+"""Output of ``systolic quantize``: a quantized model beside the one that it was made from, as lines: sizes, quality, speeds, and its matrices."""
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from systolic.comparing.display.text import speed_rows, timed_lines
-from systolic.core.units import si
+from systolic.comparing.view import speed_rows, timed_lines
+from systolic.core.reporter import reporter
+from systolic.core.units import duration, si
 from systolic.job import WeightFormat
-from systolic.quantizing.quantize import QuantizedModel
+from systolic.report.output import print_json
+
+if TYPE_CHECKING:
+    from systolic.quantizing.quantize import QuantizedModel
+
+
+def show(quantized: "QuantizedModel", *, json: bool = False) -> int:
+    """Prints a quantized model beside the one that it was made from; returns the exit code.
+
+    Args:
+        quantized: The model.
+        json: Print one JSON object.
+
+    Raises:
+        SystolicError, KeyboardInterrupt: what ended the timing, once all else is printed.
+    """
+    if quantized.fell:
+        reporter().warn(fallen(quantized))
+    if json:
+        print_json(quantized.to_json())
+    else:
+        print(f"{quantized.path}: {title(quantized)}, in {duration(quantized.seconds)}")
+        print("\n".join(lines(quantized)))
+    if quantized.stopped_by is not None:
+        sys.stdout.flush()
+        raise _with_reason(quantized.stopped_by)
+    return 0
+
+
+def _with_reason(stopped_by: BaseException) -> BaseException:
+    """The exception that ended the timing; an interrupt says what is written."""
+    if type(stopped_by) is KeyboardInterrupt:
+        return KeyboardInterrupt(
+            "interrupted while timing; all files are written, and systolic compare times both models"
+        )
+    return stopped_by
+
 
 SHOWN = 4
 """Paths that a line names."""
 
 
-def title(model: QuantizedModel) -> str:
+def title(model: "QuantizedModel") -> str:
     """The format that was asked for, unless no matrix has it: then those that they have."""
     names = dict.fromkeys(matrix.format.partition(" ")[0] for matrix in model.matrices)
     if model.asked.format.value in names:
@@ -22,12 +61,12 @@ def title(model: QuantizedModel) -> str:
     )
 
 
-def lines(model: QuantizedModel) -> list[str]:
+def lines(model: "QuantizedModel") -> list[str]:
     """The table: sizes, quality, speeds, outputs, the matrices, and what is not as it was asked for."""
     return [*_lines(model), *_exceptions(model), *_over(model)]
 
 
-def _lines(model: QuantizedModel) -> list[str]:
+def _lines(model: "QuantizedModel") -> list[str]:
     ratio = model.bytes_after / model.bytes_before
     sizes = si(model.bytes_before, "B"), si(model.bytes_after, "B")
     rows: list[tuple[str, ...]] = [
@@ -67,7 +106,7 @@ def _lines(model: QuantizedModel) -> list[str]:
     return [*lines, "", *_aligned(table)]
 
 
-def _unmeasured(model: QuantizedModel) -> str:
+def _unmeasured(model: "QuantizedModel") -> str:
     """Why, and what would help."""
     if not model.measurable and model.unmeasured is None:
         return ": this kind of model has no measure of it here"
@@ -76,7 +115,7 @@ def _unmeasured(model: QuantizedModel) -> str:
     return f"{why}: {cure}"
 
 
-def _exceptions(model: QuantizedModel) -> list[str]:
+def _exceptions(model: "QuantizedModel") -> list[str]:
     """Lines on what is not in the format that was asked for, one for each reason."""
     lines, formats = [], {matrix.path: matrix.format for matrix in model.matrices}
     if model.choice is not None:
@@ -96,7 +135,7 @@ def _exceptions(model: QuantizedModel) -> list[str]:
     return lines
 
 
-def _over(model: QuantizedModel) -> list[str]:
+def _over(model: "QuantizedModel") -> list[str]:
     """That the budget was not met, where it was not."""
     if model.choice is None or model.budget_met:
         return []
@@ -105,7 +144,7 @@ def _over(model: QuantizedModel) -> list[str]:
     ]
 
 
-def fallen(model: QuantizedModel) -> str:
+def fallen(model: "QuantizedModel") -> str:
     """That quality fell far, and what may keep it."""
     what = f"{'its quality' if model.before is None else model.before.name} fell far"
     if model.before is not None and model.after is not None:
@@ -118,7 +157,7 @@ def fallen(model: QuantizedModel) -> str:
     return f"{model.path} is hardly the same model: {what}; {cure}"
 
 
-def _share(model: QuantizedModel) -> str:
+def _share(model: "QuantizedModel") -> str:
     """Loss of quality of the Bundle: of accuracy in points."""
     assert model.before is not None
     assert model.lost is not None

@@ -1,1 +1,0 @@
-"""Terminal views of a comparison."""

@@ -1,1 +1,0 @@
-"""Terminal views of an opened model's texts, predictions and metrics."""

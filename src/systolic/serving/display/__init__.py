@@ -1,1 +1,0 @@
-"""Terminal views of servers and of offline batches."""
