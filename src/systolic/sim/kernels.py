@@ -25,6 +25,8 @@ _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
 STEP_SECONDS: float = constant("kernels.step_seconds")
 _NO_BYTES = 1.0
 """Bytes of a kernel whose windows all lie in vector memory: a count of 0 stands for one that is not known."""
+_HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
+"""Dtypes of kernels by HLO's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +137,6 @@ def _counted(
         number_format=number_format(_HLO.get(most, most)),
         missing=missing,
     )
-
-
-_HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
-"""Dtypes of kernels by HLO's names."""
 
 
 def computation_bytes(computation: Computation, call: Instruction) -> float:

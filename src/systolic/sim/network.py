@@ -37,6 +37,10 @@ Place = tuple[int, ...]
 
 Link = tuple[int, ...]
 """(x, y, z, slice, axis): the link of a chip to the next one along a torus axis."""
+LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
+CALL_SECONDS: float = constant("network.switched_call_seconds")
+HOP_SECONDS: float = constant("network.switched_hop_seconds")
+NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,12 +448,6 @@ def default_places(on: Slice) -> list[Place]:
         for a in range(x)
         for core in range(cores)
     ]
-
-
-LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
-CALL_SECONDS: float = constant("network.switched_call_seconds")
-HOP_SECONDS: float = constant("network.switched_hop_seconds")
-NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

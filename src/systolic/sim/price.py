@@ -40,6 +40,15 @@ BOOKKEEPING = ("ragged-dot-metadata",)
 FEW_BYTES: int = constant("price.few_bytes")
 """Bytes up to which an op without an estimate is bookkeeping, and, of device memory, an op is one of vector memory."""
 SMALL_SECONDS: float = constant("price.small_seconds")
+_SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
+_CALLED = frozenset(("custom-call", "infeed", "outfeed"))
+_ADDRESSED = frozenset(
+    {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
+    | {"rng-bit-generator", "custom-call"}
+)
+_STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
+_MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
+VISITED: float = constant("price.masked_visited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,14 +292,6 @@ def _fused_kernel(
     return grouped_cost(inner, call, rates) or kernel_cost(module, inner, call, rates, in_vmem)
 
 
-_SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
-_CALLED = frozenset(("custom-call", "infeed", "outfeed"))
-_ADDRESSED = frozenset(
-    {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
-    | {"rng-bit-generator", "custom-call"}
-)
-
-
 def streams(module: Module, instruction: Instruction) -> bool:
     """Whether an op passes over its data in order; gathers, scatters and sorts do not."""
     if instruction.opcode == "reduce-window":
@@ -318,11 +319,6 @@ def _bound(seconds: float, matrix: float, memory: float) -> Resource:
     if max(matrix, memory) < seconds / 3:
         return Resource.vpu
     return Resource.mxu if matrix >= memory else Resource.hbm
-
-
-_STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
-_MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
-VISITED: float = constant("price.masked_visited")
 
 
 def masked_share(instruction: Instruction) -> float | None:

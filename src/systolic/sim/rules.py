@@ -33,6 +33,10 @@ HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 _MOVES = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert"} | {"copy"}
 )
+_RULED = frozenset(
+    {"sort", "gather", "scatter", "fft", "rng-bit-generator", "reduce-window"}
+    | {"select-and-scatter"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +97,6 @@ def ruled(
     if opcode == "rng-bit-generator":
         return _random(held, work, rates)
     return _window(inside, held, work, rates)
-
-
-_RULED = frozenset(
-    {"sort", "gather", "scatter", "fft", "rng-bit-generator", "reduce-window"}
-    | {"select-and-scatter"}
-)
 
 
 def _addressed(

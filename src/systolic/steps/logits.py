@@ -7,6 +7,11 @@ import jax.numpy as jnp
 
 from systolic.models.layers import name
 
+TOP = 20
+"""Likeliest tokens whose log-probabilities can be asked for, the most that OpenAI's API allows."""
+BLOCK = 256
+"""Tokens whose probabilities are summed first when one is drawn."""
+
 
 class Scores(NamedTuple):
     """Scores of targets, f32[...] each."""
@@ -59,12 +64,6 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     (logits,), (moved,) = primals, tangents
     normaliser = name(log_normaliser(logits), "normaliser")
     return normaliser, jnp.sum(jnp.exp(logits - normaliser[..., None]) * moved, axis=-1)
-
-
-TOP = 20
-"""Likeliest tokens whose log-probabilities can be asked for, the most that OpenAI's API allows."""
-BLOCK = 256
-"""Tokens whose probabilities are summed first when one is drawn."""
 
 
 class Draw(NamedTuple):

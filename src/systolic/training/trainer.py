@@ -48,6 +48,16 @@ from systolic.training.session import SessionOptions
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60
 """Characters of a question that the next command asks."""
+LAG = 3
+"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""
+UNRATED = "the data has no validation split: training has no evaluations, and the last checkpoint counts as the best"
+"""Warning without a validation split; test metrics never choose a checkpoint."""
+NAMED = 100
+"""Most damaged files named between two records; the summary counts all."""
+RECORDS = 400
+"""Approximate number of regular records of a job by default."""
+LOG_SECONDS = 10.0
+"""Longest interval between records; slower steps get records besides the regular ones."""
 
 
 def summarise(
@@ -127,22 +137,6 @@ def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str | Me
     sampling = Sampling() if isinstance(prompt, str) else Sampling(temperature=0.0)
     generator = Generator(steps, params, model_state, sampling)
     return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed))
-
-
-LAG = 3
-"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""
-
-UNRATED = "the data has no validation split: training has no evaluations, and the last checkpoint counts as the best"
-"""Warning without a validation split; test metrics never choose a checkpoint."""
-
-NAMED = 100
-"""Most damaged files named between two records; the summary counts all."""
-
-RECORDS = 400
-"""Approximate number of regular records of a job by default."""
-
-LOG_SECONDS = 10.0
-"""Longest interval between records; slower steps get records besides the regular ones."""
 
 
 def _nothing(*_: Any) -> None:

@@ -22,6 +22,7 @@ from systolic.serving.text.request import AnswerStream, Finish, TextEngine, Text
 T = TypeVar("T")
 SHORT = 4096
 """Characters of a text that is tokenized in the event loop; a longer one would hold up the others' streams."""
+DONE = b"data: [DONE]\n\n"
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -173,9 +174,6 @@ def objects(values: list[bytes] | list[object]) -> np.ndarray:
     array = np.empty(len(values), object)
     array[:] = values
     return array
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 def event(value: object) -> bytes:
