@@ -1,4 +1,4 @@
-"""A request for text: how its tokens are sampled, its stream, and its sequence in an engine, with its tokens, pages, and end."""
+"""A request for text: how its tokens are sampled, and the stream of its output."""
 
 import asyncio
 import threading
