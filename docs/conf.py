@@ -21,6 +21,8 @@ extensions = [
     "sphinx_copybutton",
     "outside",
     "reference",
+    "recipes",
+    "extras",
     "truth",
     "llms",
 ]
@@ -44,7 +46,11 @@ copybutton_prompt_text = "$ "
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
+napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+
+smartquotes = False  # a dash of typography in place of the two hyphens of an option
 
 html_theme = "furo"
 html_title = f"Systolic {release}"

@@ -74,6 +74,13 @@ def test_public_names() -> None:
     assert dir(systolic) == sorted(systolic.__all__)
 
 
+def test_chips_is_a_function_after_the_import_of_its_package() -> None:
+    import systolic.chips.record
+
+    assert systolic.chips() == systolic.chips.chips()
+    assert systolic.chips()[0].name == "v2"
+
+
 @pytest.mark.parametrize("name", ["Job", "Layout", "numpy", "nonsense"])
 def test_other_names_are_not_there(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):

@@ -1,7 +1,7 @@
-"""The README's table of accuracy: errors against published steps of rows that nothing was fitted to, by generation.
+"""The README's table of accuracy: errors against published steps of rows that no constant rests on, by generation.
 
 ``python benchmarks/accuracy/front.py``. A row counts in the judge half alone (``rows.half``, and what
-``benchmarks/reach/report.py`` counts as fit since it was looked into is left out). ``own program`` is the trainer's own
+``benchmarks/reach/report.py`` counts as fit, looked into or rested on, is left out). ``own program`` is the trainer's own
 (``benchmarks/reach``), ``rebuilt`` the same published settings as a recipe of ours (``benchmarks/accuracy``), both
 compiled to the schedule (``--quick``).
 """

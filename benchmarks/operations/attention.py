@@ -58,27 +58,42 @@ def plain(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     k, v = repeated(k, q.shape[-2]), repeated(v, q.shape[-2])
     mask = masked(arrays.get("mask"), causal, q.shape[-3], k.shape[-3])
-    logits = scores(q, k, arrays.get("bias"), mask)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = product("...hqk,...khd->...qhd", weights / total, v).astype(q.dtype)
+    weights, top, total = softmax(scores(q, k, arrays.get("bias"), mask))
+    out = product("...hqk,...khd->...qhd", weights, v).astype(q.dtype)
     return (out, jnp.squeeze(top, -1), jnp.squeeze(total, -1)) if residuals else out
 
 
+@jax.custom_jvp
+def softmax(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights, maximum and sum of each row."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / total, top, total
+
+
+@softmax.defjvp
+def _(logits: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[Any, Any]:
+    weights, *statistics = softmax(*logits)
+    (tangent,) = tangents
+    moved = weights * (tangent - (weights * tangent).sum(axis=-1, keepdims=True))
+    return (weights, *statistics), (moved, *map(jnp.zeros_like, statistics))
+
+
 def backward(arrays: Mapping[str, jax.Array], *, causal: bool) -> tuple[jax.Array, ...]:
-    """Gradients from the output's, with the softmax's maximum and sum given."""
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    mask = masked(arrays.get("mask"), causal, q.shape[-3], k.shape[-3])
-    logits, pull = jax.vjp(lambda q, k, b: scores(q, k, b, mask), q, k, arrays.get("bias"))
-    weights = jnp.exp(logits - arrays["top"][..., None]) / arrays["total"][..., None]
-    _, pull_values = jax.vjp(
-        lambda w, v: product("...hqk,...khd->...qhd", w, v).astype(q.dtype), weights, v
-    )
-    from_weights, dv = pull_values(arrays["dout"])
-    inner = jnp.sum(weights * from_weights, axis=-1, keepdims=True)
-    dq, dk, dbias = pull(weights * (from_weights - inner))
-    return tuple(part for part in (dq, dk, dv, dbias) if part is not None)
+    """Gradients from the output's.
+
+    tokamax's takes the softmax's maximum and sum as residuals and doesn't use them: it squeezes both before it returns
+    them, and its gradient reads what was not squeezed, which is computed again.
+    """
+    names = [name for name in ("q", "k", "v", "bias") if name in arrays]
+
+    def attend(*values: jax.Array) -> Any:
+        some = dict(arrays) | dict(zip(names, values, strict=True))
+        return plain(some, causal=causal, residuals=False)
+
+    _, pull = jax.vjp(attend, *(arrays[name] for name in names))
+    return pull(arrays["dout"])
 
 
 def chunked(arrays: Mapping[str, jax.Array], *, causal: bool) -> jax.Array:
@@ -176,12 +191,7 @@ def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
         q, v = given["q"], given["v"]
         if given["k"].shape[-2] != q.shape[-2]:
             return None
-        edge = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        given |= {
-            "dout": like((*q.shape[:-1], v.shape[-1]), q.dtype),
-            "top": like(edge, jnp.float32),
-            "total": like(edge, jnp.float32),
-        }
+        given["dout"] = like((*q.shape[:-1], v.shape[-1]), q.dtype)
         return partial(backward, causal=causal), (given,)
     if row["implementation"] == "xla_chunked":
         return partial(chunked, causal=causal), (given,)

@@ -26,8 +26,14 @@ def write(app: Any, error: Exception | None) -> None:
 
 
 def _first(tree: nodes.document) -> str:
-    paragraph = next(iter(tree.findall(nodes.paragraph)), None)
+    paragraph = next((each for each in tree.findall(nodes.paragraph) if not _in_table(each)), None)
     return "" if paragraph is None else " ".join(paragraph.astext().split())
+
+
+def _in_table(node: nodes.Node | None) -> bool:
+    while node is not None and not isinstance(node, nodes.table):
+        node = node.parent
+    return node is not None
 
 
 def setup(app: Any) -> dict[str, Any]:

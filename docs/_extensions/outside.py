@@ -12,6 +12,8 @@ from typing import Any
 FOLDER = "measurements"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\[([^\]\[]+)\]\((?!https?:|mailto:|#)([\w./-]+)(#[\w-]+)?\)")
+UNSEARCHED = "---\nnosearch: true\n---\n\n"
+"""Start of pages whose words would rank above those of the guides."""
 CODE = re.compile(r"(```.*?```)", re.DOTALL)
 
 
@@ -21,8 +23,10 @@ def copy(app: Any) -> None:
     results = sorted((root / "benchmarks" / "results").glob("*.md"))
     for page in results:
         text = page.read_text()
-        title = "" if text.startswith("# ") else f"# {page.stem}\n\n"
-        _keep(docs / FOLDER / page.name, title + text)
+        year, month, day, *words = page.stem.split("-")
+        title = f"# {' '.join(words).capitalize()}, {year}-{month}-{day}\n\n"
+        title = "" if text.startswith("# ") else title
+        _keep(docs / FOLDER / page.name, UNSEARCHED + title + text)
     for name, place in PAGES.items():
         _keep(docs / place, (root / name).read_text())
     names = "\n".join(page.stem for page in results)

@@ -6,12 +6,17 @@ A page marks the place of each with a comment, such as ``<!-- truth: rows -->``,
 - ``large``: every forecast that is off by more than 15 %, with its cause.
 - ``rows``: every published row, with both forecasts, their errors and what is known.
 - ``plot``: forecast over measured step, by generation.
+- ``blind``: mean errors of rows whose errors were computed only after their forecasts, by generation.
+- ``expected``: mean errors of both kinds of forecast beside those of the blind rows, by generation.
 
 Pictures ``images/*.svg`` are put into the page itself, so that they take the colour of its text, light and dark.
 """
 
 import html
+import itertools
+import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -21,12 +26,14 @@ from typing import Any, NamedTuple
 from systolic.report.pages import PlotAxis, Scale
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BLIND = BENCHMARKS / "accuracy" / "blind.json"
+"""Errors of the rows whose errors were computed only after their forecasts."""
 REASONS = BENCHMARKS / "accuracy" / "causes.json"
 """Why a rebuilt row is off by more than 15 %, by the beginning of its name."""
 MARK = re.compile(r"<!-- truth: (\w+) -->")
 PICTURE = re.compile(r"^!\[([^\]]*)\]\((images/[\w-]+\.svg)\)$", re.MULTILINE)
 STYLE = re.compile(r"\s*<style>.*?</style>", re.DOTALL)
-PAGES = ("accuracy", "how-it-works")
+PAGES = ("accuracy", "how-it-works", "start/choose-hardware")
 GENERATIONS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 
 
@@ -119,6 +126,44 @@ def _known(report: Any, row: Mapping[str, Any], reasons: Mapping[str, str]) -> s
 def front_table() -> str:
     """What ``front.py`` prints."""
     return modules()[0].table()
+
+
+@cache
+def blind() -> Mapping[str, Any]:
+    """Date, number and errors of the blind rows, by generation and of all."""
+    return json.loads(BLIND.read_text())
+
+
+def blind_table() -> str:
+    """A line for each generation, the smallest error first."""
+    errors = sorted(blind()["mean by generation"].items(), key=lambda pair: pair[1])
+    lines = [f"| {_shown(name)} | {_percent(error)} |" for name, error in errors]
+    return "\n".join(["| chip | mean absolute error |", "|---|---|", *lines])
+
+
+def expected_table() -> str:
+    """Mean errors by generation, then of all, then the largest."""
+    front = modules()[0]
+    kinds, unseen = (front.own_programs(), front.rebuilt()), blind()["mean by generation"]
+    lines = ["| chip | own program | rebuilt as a recipe | blind rows |", "|---|---|---|---|"]
+    for name in front.GENERATIONS:
+        cells = [_mean(errors.get(name, ())) for errors in kinds]
+        cells.append(_percent(unseen[name]) if name in unseen else "-")
+        lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
+    every = [[*itertools.chain(*errors.values())] for errors in kinds]
+    means = " | ".join(map(_mean, every))
+    lines.append(f"| all | {means} | {_percent(blind()['mean'])} of {blind()['rows']} |")
+    worst = " | ".join(_percent(max(errors)) for errors in every)
+    lines.append(f"| the worst row | {worst} | not kept |")
+    return "\n".join(lines)
+
+
+def _mean(errors: Sequence[float]) -> str:
+    return f"{_percent(statistics.mean(errors))} of {len(errors)}" if errors else "-"
+
+
+def _percent(error: float) -> str:
+    return f"{error * 100:.1f} %"
 
 
 def large_table() -> str:
@@ -257,6 +302,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "large": large_table,
     "rows": rows_table,
     "plot": lambda: _raw(plot()),
+    "blind": blind_table,
+    "expected": expected_table,
 }
 
 
@@ -268,7 +315,7 @@ def fill(app: Any, name: str, source: list[str]) -> None:
     """Puts the parts and the pictures into a page."""
     if name not in PAGES:
         return
-    for path in (modules()[0].OWN, modules()[0].REBUILT, modules()[1].CAUSES, REASONS):
+    for path in (modules()[0].OWN, modules()[0].REBUILT, modules()[1].CAUSES, REASONS, BLIND):
         app.env.note_dependency(str(path), docname=name)
     source[0] = MARK.sub(lambda match: PARTS[match[1]](), source[0])
 

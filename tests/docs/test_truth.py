@@ -168,6 +168,24 @@ def test_rows_agree_with_front(extension):
             assert sorted(mine) == pytest.approx(sorted(values)), (kind, generation)
 
 
+def test_no_constant_rests_on_a_judge_row(extension):
+    """Families that a source of the simulator's fitted constants names are no rows of the judge half."""
+    front, report, _ = extension.modules()
+    sys.path.append(str(front.RESULTS.parent / "accuracy"))
+    from slices import FITTED
+
+    judged = [row for row in extension.published() if row.rebuilt.half == "judge"]
+    records = {
+        one["id"]: one for one in report.json.loads(extension.modules()[2].PUBLISHED.read_text())
+    }
+    assert not [row.id for row in judged if records[row.id]["model"] in FITTED]
+    assert not [row.id for row in judged if "qwen3-8b-v6e8" in row.id]
+    assert not [row.id for row in judged if row.id.startswith(report.LOOKED_INTO)]
+    page = " ".join((DOCS / "accuracy.md").read_text().split())
+    rested = [row for row in extension.published() if row.id.startswith(report.RESTED_ON)]
+    assert f"Their {len(rested)} rows count as `fit`" in page
+
+
 def test_numbers_in_words(extension):
     """Counts and errors that the page states in its sentences are those of the results."""
     text = " ".join((DOCS / "accuracy.md").read_text().split())
@@ -249,3 +267,61 @@ def test_each_constant_says_what_it_is_and_where_it_is_from():
         f"{origins['measured']} measured, {origins['fitted']} fitted, {origins['assumed']} assumed"
     )
     assert counted in (DOCS / "limits.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
+def test_pages_state_the_stored_errors_of_the_blind_rows(extension, page):
+    text, unseen = " ".join((ROOT / page).read_text().split()), extension.blind()
+    for error in (unseen["mean"], unseen["median"]):
+        assert f"{error * 100:.1f} %" in text
+
+
+def test_the_page_on_hardware_has_the_blind_rows_beside_the_others(extension):
+    text = (DOCS / "start" / "choose-hardware.md").read_text()
+    assert "<!-- truth: expected -->" in text
+    assert not re.search(
+        r"^\|.*\d\.\d %.*\|.*\d\.\d %.*\|$",
+        text.split("## What a TPU's")[1].split("## What a GPU's")[0],
+        re.M,
+    )
+    *_, whole, worst = extension.expected_table().splitlines()
+    assert whole == "| all | 11.7 % of 9 | 12.1 % of 22 | 14.8 % of 80 |"
+    assert worst.startswith("| the worst row | 38.4 % | 29.9 % |")
+
+
+def test_pages_say_how_often_the_ranges_held():
+    """Sums of the rows of the dated result, whose halves are judged by each other."""
+    result = (ROOT / "benchmarks" / "results" / "2026-11-22-intervals.md").read_text()
+    rows = re.findall(r"^\| step \| quick \| \w+ \| (all|tpu7x) \| (\d+) \| (\d+) \|", result, re.M)
+    held = {
+        name: [sum(int(row[at]) for row in rows if row[0] == name) for at in (1, 2)]
+        for name in ("all", "tpu7x")
+    }
+    assert held == {"all": [78, 96], "tpu7x": [3, 6]}
+    for page in ("accuracy", "limits", "start/choose-hardware"):
+        text = " ".join((DOCS / f"{page}.md").read_text().split())
+        assert "held 81 % of the" in text, page
+        assert "3 of 6 on TPU7x" in text, page
+
+
+def test_pages_state_the_error_of_served_models():
+    result = (ROOT / "benchmarks" / "results" / "2026-11-23-serve-published.md").read_text()
+    assert "servers, all: 10 rows, mean |error| 56.3%" in result
+    for page in ("limits", "start/serve-a-model"):
+        text = " ".join((DOCS / f"{page}.md").read_text().split())
+        assert "56 %" in text, page
+        assert "mostly too fast" in text, page
+
+
+def test_slices_are_named_by_what_the_page_says():
+    """Names of slices count chips or cores, by the catalogue."""
+    from systolic.chips import slice
+
+    text = " ".join((DOCS / "start" / "choose-hardware.md").read_text().split())
+    by_chips, by_cores = re.search(
+        r"Slices of (.+?) are named by their chips\. Those of (.+?) count cores, two to a chip",
+        text,
+    ).groups()
+    for names, chips in ((by_chips, 8), (by_cores, 4)):
+        for name in re.findall(r"\w+\d\w*", names):
+            assert slice(f"{name.lower()}-8").num_chips == chips, name

@@ -108,7 +108,7 @@ def test_the_name_of_a_recipe_is_explained_with_its_options(
             None,
             {"on": "v5e-4", "remedies": -1},
             OptionError,
-            "--remedies is -1; it must be at least 0",
+            "remedies is -1; it must be at least 0",
         ),
         ("lm", {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
         ("lm", {"on": "v5e-4", "layers": 2}, OptionError, "lm has no option 'layers'"),
@@ -125,7 +125,7 @@ def test_the_name_of_a_recipe_is_explained_with_its_options(
             None,
             {"on": "v5e-4", "step": "tran"},
             OptionError,
-            "--step is 'tran'; did you mean train?",
+            "step is 'tran'; did you mean train?",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_directory_of_runs_is_no_profile(
     assert is_profile(traced / "profile")
     assert not is_profile(traced.parent)
     assert main(["explain", str(traced.parent)]) != 0
-    assert "is no run, profile" in capsys.readouterr().err
+    assert "is no run but holds 1; give one of them" in capsys.readouterr().err
 
 
 def on_tpus(traced: Path, run: Path, devices: int) -> Path:

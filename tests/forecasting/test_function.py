@@ -5,6 +5,7 @@ import enum
 import functools
 import inspect
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -92,6 +93,17 @@ def test_what_jit_alone_can_say_is_refused_of_a_jitted_function() -> None:
     for how in (Spread(out_specs=P()), Spread(donate_argnums=(0,))):
         with pytest.raises(OptionError, match="apply is jitted already, so Spread"):
             function_program(jax.jit(apply), (PARAMS, X), {}, ON, how)
+
+
+def test_keywords_that_the_function_lacks_are_refused_with_the_option_that_is_meant() -> None:
+    with pytest.raises(
+        OptionError, match=r"apply takes no argument mesh; .* spread=systolic.Spread\(mesh=…\)"
+    ):
+        systolic.forecast(apply, PARAMS, X, on=ON, mesh={"data": 4})
+    with pytest.raises(OptionError, match=r"spread=systolic.Spread\(in_specs=…\)"):
+        systolic.forecast(jax.jit(apply), PARAMS, X, on=ON, in_specs=(P(), P("data")))
+    with pytest.raises(OptionError, match="takes no argument qick; did you mean quick"):
+        systolic.forecast(apply, PARAMS, X, on=ON, qick=True)
 
 
 def put(cache: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
@@ -433,3 +445,21 @@ def test_what_partition_leaves_is_an_argument(cache: Path) -> None:
         call, (arrays, X), {}, ON, Spread(mesh={"data": 4}, in_specs=(P(), P("data")))
     )
     assert program.specs == (P(), P(), P(), P(), P("data"))
+
+
+def test_a_module_that_forecasts_when_it_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import jax, systolic\n\n\n"
+        "def double(x):\n    return x * 2\n\n\n"
+        "systolic.forecast(double, jax.ShapeDtypeStruct((8, 128), 'float32'), on='v5e-1', quick=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import mine"],
+        cwd=tmp_path,
+        env={**os.environ, "SYSTOLIC_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode
+    assert "forecasts when it is imported; put those lines below if __name__ ==" in done.stderr

@@ -17,7 +17,7 @@ from systolic.explaining.runs import explain_run
 from systolic.formats.jobs import job_of
 from systolic.formats.source import open_source
 from systolic.launching import record, state
-from systolic.recipes.jobs.plan import planned_options
+from systolic.recipes.jobs import planned_options
 from systolic.recipes.jobs.run import rebuild
 from systolic.runs import plan_choice
 from systolic.runs.job_record import read_record

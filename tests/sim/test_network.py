@@ -369,3 +369,25 @@ def test_collectives_of_the_dies_of_a_chip_take_what_chips_took() -> None:
     pair = at(of, [(0, 0, 0, 0), (0, 0, 0, 1)])
     assert seconds(of, "all-reduce", pair, 2 * 1024 * 5120) == pytest.approx(26.4e-6, rel=0.05)
     assert seconds(of, "all-gather", pair, 32) == pytest.approx(1.7e-6, rel=0.05)
+
+
+def test_rules_of_the_page_how_it_works() -> None:
+    """The table of collectives and its two examples, in ms, and the shares of links that sums reach."""
+    lined, ringed = network("v5e-16"), network("v5e-256")
+    four, sixteen = line(lined, 4), line(ringed, 16)
+    assert seconds(lined, "all-reduce", four, 100e6) == pytest.approx(4.14e-3, rel=2e-3)
+    assert seconds(ringed, "all-reduce", sixteen, 100e6) == pytest.approx(2.21e-3, rel=2e-3)
+    gathered = 0.75 * 100e6 / 42.75e9 + 3e-6 + 5e-6
+    assert seconds(lined, "all-gather", four, 100e6) == pytest.approx(gathered)
+    scattered = 0.75 * 100e6 / (0.85 * 42.75e9) + 3e-6 + 5e-6
+    assert seconds(lined, "reduce-scatter", four, 100e6) == pytest.approx(scattered)
+    exchanged = 4 * 100e6 / 4 / 42.75e9 + 3e-6 + 5e-6
+    assert seconds(lined, "all-to-all", four, 100e6) == pytest.approx(exchanged)
+    moved = lined.collective("collective-permute", Groups(((0, 1),)), 100e6, 100e6).seconds
+    assert moved == pytest.approx(100e6 / 42.75e9 + 1e-6 + 4e-6)
+    slices, per_slice = network("2xv5e-16"), 16
+    pair = Groups(tuple((n, n + per_slice) for n in range(per_slice)))
+    rate = slices.rates.dcn
+    for kind, rounds in (("all-gather", 1), ("all-reduce", 2), ("all-to-all", 1)):
+        taken = slices.collective(kind, pair, 100e6, 100e6).seconds
+        assert taken == pytest.approx(rounds * 0.5 * 100e6 / rate + 5e-6), kind

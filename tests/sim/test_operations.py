@@ -28,6 +28,8 @@ NEAR = {
     "weights-v5p": 0.08,
     "masked-v5e": 0.15,
     "known-v5p": 0.08,
+    "gradient-tpu7x": 0.05,
+    "gradient_kernel-tpu7x": 0.15,  # one block of 512 a row: half of it is fixed time and copies
 }
 
 

@@ -31,6 +31,10 @@ def test_programs_compute_the_same_by_other_ways(found: dict[str, Any], name: st
     assert found[name] < 1e-4
 
 
+def test_the_gradient_of_attention_computes_maximum_and_sum_again(found: dict[str, Any]) -> None:
+    assert found["maxima"] == 1
+
+
 def test_halves_are_by_program(found: dict[str, Any]) -> None:
     assert 16 < found["halves"] < 48
     assert found["same_half"]

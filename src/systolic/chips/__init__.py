@@ -4,6 +4,9 @@
 hosts and links. Both come from ``catalogue.toml``, the one file with hardware numbers.
 """
 
+import sys
+from types import ModuleType
+
 from systolic.chips.catalogue import by_device_kind, chip, chips, known, usual
 from systolic.chips.record import Chip, ChipKind, Citation, Figure, Prices
 from systolic.chips.slices import SLICE, SLICES, Slice, named_slices, slice
@@ -25,3 +28,13 @@ __all__ = [
     "slice",
     "usual",
 ]
+
+
+class _CallableModule(ModuleType):
+    """This package as ``systolic.chips``, which is a public function, too: an import of the package takes its name."""
+
+    def __call__(self) -> tuple[Chip, ...]:
+        return chips()
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -66,7 +66,11 @@ def main(folder: Path, desk: Path) -> int:
     """Traces, lowers, looks in the store, compiles and stores; returns the exit status."""
     import cloudpickle
 
-    request: CompileRequest = cloudpickle.loads(_read_request())
+    try:
+        request: CompileRequest = cloudpickle.loads(_read_request())
+    except SystolicError as error:  # of a module that is imported for its function
+        _fail("user", str(error), type(error).__name__)
+        return 1
     # Has the source lines of ops be the user's: a function of a library alone has none, rather than ours.
     from jax._src import source_info_util
 

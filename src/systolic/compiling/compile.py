@@ -41,7 +41,7 @@ from systolic.compiling.outcome import (
     rejection,
 )
 from systolic.compiling.pickled import dumps
-from systolic.compiling.settings import child_environment
+from systolic.compiling.settings import COMPILING, child_environment
 from systolic.compiling.traced import (
     FunctionCall,
     PagedCall,
@@ -318,6 +318,7 @@ class _Children:
 
 
 def _compile(request: "_Asked", say: Say, children: _Children) -> Outcome:
+    _check_not_compiling()
     on, compiler = request.on, request.compiler
     if on.platform == "tpu" and version("libtpu") is None:
         raise MissingExtraError(f"compiling for {on.name}", "tpu")
@@ -360,6 +361,14 @@ class _Note(msgspec.Struct, frozen=True):
 
     program: str
     facts: ProgramFacts
+
+
+def _check_not_compiling() -> None:
+    """Refuses a compile by a module that the process that compiles imports, which would go on without end."""
+    if COMPILING in os.environ:
+        raise RunError(
+            "a module that the compiler imports for its function forecasts when it is imported; put those lines below if __name__ == '__main__':"
+        )
 
 
 def _note_path(requests: Store, name: str) -> Path:

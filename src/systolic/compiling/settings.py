@@ -63,6 +63,8 @@ _ELSEWHERE = (
     "jax_no_tracing",
 )
 """Settings, or prefixes of their names, that the compiling process sets itself."""
+COMPILING = "SYSTOLIC_COMPILING"
+"""Environment variable of the process that compiles."""
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu takes a lock on the machine otherwise
@@ -121,7 +123,7 @@ def child_environment(
     environ: Mapping[str, str], on: Slice, flags: Sequence[str] = ()
 ) -> dict[str, str]:
     """Environment of the process that compiles for ``on``, with ``flags`` in it."""
-    variables = {**environ, **QUIET}
+    variables = {**environ, **QUIET, COMPILING: "1"}
     variables.pop("XLA_FLAGS", None)
     # The child must import what the parent can, such as modules beside the user's script.
     variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -66,6 +66,8 @@ a flag) or a saved forecast. systolic forecast … --json > EARLIER.json saves o
 is known. That environment's libtpu compiles the step, which is simulated. The program ends before it trains.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several slices with commas, and
 --vary layout.fsdp=4,8,16, make a table with a row for each combination.
+The times in parentheses after a step's time are a range within which 80 % of past forecasts erred; with
+--json, "interval" says of how many measured steps or operations it was made.
 
 Exits with 1 when the step does not fit, or no row of a table does.
 systolic forecast RECIPE --help shows the recipe's options."""
@@ -146,11 +148,11 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
     A name is that of a recipe or of a published model (``llama-3.1-70b``), or the path of a config.json, a Hugging Face
     folder or a Bundle, and takes the options of that recipe as well; of a Job these are ``steps`` and ``layout``. Fields of
     an option are options, too: ``**{"model.layers": 12, "layout.fsdp": 8}``. The path of a file of scheduled HLO takes the
-    options of :func:`forecast_dump`. Anything else is a function, jitted or plain, whose arguments and options are those
-    of :func:`~systolic.forecasting.forecast_function`.
+    options of :func:`~systolic.forecasting.command.forecast_dump`. Anything else is a function, jitted or plain, whose arguments and options are those
+    of :func:`~systolic.forecasting.function.forecast_function`, among them ``spread``, its mesh and partitions.
 
     Several slices (a list, or names with commas), ``vary`` and ``csv`` make a table: a forecast of each combination.
-    Stages of the compile go to :func:`~systolic.core.reporter.reporter`, which is silent by default.
+    Stages of the compile go to the :class:`~systolic.core.reporter.Reporter` in place, which is silent by default.
 
     Args:
         what: A Job, a name, the path of a dump, or a function.

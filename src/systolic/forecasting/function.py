@@ -1,6 +1,7 @@
 """Forecasts of anyone's function."""
 
 import functools
+import inspect
 import math
 import shlex
 import types
@@ -18,7 +19,7 @@ from systolic.compiling.pickled import MeshFound, SentValue, packed
 from systolic.compiling.restored import Key, is_pmapped, key_of, shape_text
 from systolic.compiling.traced import CalledFunction, is_filtered, name_of
 from systolic.core.arguments import Wording, with_types
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, nearest
 from systolic.core.reporter import reporter
 from systolic.core.units import gibibytes, with_article
 from systolic.forecasting.calibrations import given_with
@@ -110,6 +111,7 @@ def forecast_function(  # noqa: PLR0913
     target = slice_named(on) if isinstance(on, str) else on
     known = given_with(trips, costs, calibration, target)
     how = spread if isinstance(spread, Spread) else Spread(mesh=spread)
+    _check_keywords(function, kwargs)
     program = function_program(function, args, kwargs, target, how)
     program = replace(
         program,
@@ -133,6 +135,27 @@ def _flags(words: str | Sequence[str]) -> tuple[str, ...]:
         if not flag.startswith("--"):
             raise OptionError(f"{flag!r} is no flag of the compiler; write {FLAGS}")
     return flags
+
+
+def _check_keywords(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses keywords that neither the forecast nor the function has; those of a :class:`Spread` are given in one."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    name = name_of(function)
+    for unknown in kwargs.keys() - parameters.keys():
+        if unknown in Spread.__dataclass_fields__:
+            raise OptionError(
+                f"{name} takes no argument {unknown}; its mesh and partitions are given as spread=systolic.Spread({unknown}=…)"
+            )
+        options = inspect.signature(forecast_function).parameters.values()
+        known = [option.name for option in options if option.kind is option.KEYWORD_ONLY]
+        raise OptionError(
+            f"{name} takes no argument {unknown}{nearest(unknown, known)}; options of the forecast are {', '.join(known)}"
+        )
 
 
 def function_program(

@@ -135,7 +135,8 @@ class Checkpoints:
     """
 
     every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between checkpoints; 0 writes only the last one (and one when interrupted)."""
+    """Steps between checkpoints. Whatever it is, one is written at the end, when interrupted, and after each evaluation on the way
+    if keep-best is above 0."""
     keep_last: Annotated[int, COUNT] = 2
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[int, NOT_NEGATIVE] = 1

@@ -324,7 +324,7 @@ def written(
 
 @command_of
 def launches() -> "list[LaunchState]":
-    """Lists the launches of this account, newest first."""
+    """Lists the launches of this account, newest first; run directories of train are not listed."""
     from systolic.launching import record
     from systolic.launching.state import state_of
 
