@@ -1,8 +1,8 @@
-"""Fits ``sim/estimates.toml`` to the fit half of rows that ``run.py`` compiled.
+"""Fits ``matrix``, ``memory``, ``vector`` and ``unhidden`` of ``sim/estimates.toml`` to the fit half of rows that ``run.py`` compiled.
 
 ``python benchmarks/operations/fit.py --measured ops.json`` prints, for each generation, the slowdowns with
 the least mean error, and the errors that they and those in use leave on the fit half. The judge half is not
-read.
+read, and what else a generation has in that file stays as it is.
 """
 
 import argparse

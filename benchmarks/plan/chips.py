@@ -20,10 +20,10 @@ import pairs as ablations
 import rows as published
 from ask import forecast, tiled
 from records import lines, tabled
-from systolic.core.store import cache_home
 
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler
+from systolic.core.files import cache_home
 from systolic.forecasting.run import of_outcome
 from systolic.job import Axis, Remat
 from systolic.planning.plan import PAIRED_ERROR

@@ -21,7 +21,8 @@ from systolic.models.decoder.cache import Rows, appended_rows
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.paged import Layer, layers_of, one_of
 from systolic.models.quantized.codes import Quantized
-from systolic.steps.decode import Decode, pick
+from systolic.steps.decode import Decode
+from systolic.steps.logits import pick
 from systolic.steps.paged import BLOCKS, ServingWeights
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget

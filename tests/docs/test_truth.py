@@ -240,6 +240,35 @@ def test_by_hand():
         assert f"{seconds * 1e3:.3f} ms" in text
 
 
+def test_each_constant_says_what_it_is_and_where_it_is_from():
+    """Constants that hold for all generations, and those of one that no search fitted; the page on limits counts the first."""
+    import tomllib
+    from collections import Counter
+
+    folder = ROOT / "src/systolic/sim"
+    named, fitted = (
+        tomllib.loads((folder / name).read_text()) for name in ("constants.toml", "estimates.toml")
+    )
+    # Four of each generation have their source above them: they are what benchmarks/operations/fit.py prints.
+    searched = {"matrix", "memory", "vector", "unhidden"}
+    shares = {k: v for row in fitted.values() for k, v in row.items() if k not in searched}
+    entries = [
+        entry
+        for table in (*named.values(), shares)
+        for held in table.values()
+        for entry in ([held] if "value" in held else held.values())
+    ]
+    assert len(entries) > 50
+    for entry in entries:
+        assert set(entry) == {"value", "origin", "what", "source"}, entry
+        assert entry["origin"] in ("fitted", "measured", "assumed")
+    origins = Counter(entry["origin"] for table in named.values() for entry in table.values())
+    counted = (
+        f"{origins['measured']} measured, {origins['fitted']} fitted, {origins['assumed']} assumed"
+    )
+    assert counted in (DOCS / "limits.md").read_text()
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
 def test_pages_state_the_stored_errors_of_the_blind_rows(extension, page):
     text, unseen = " ".join((ROOT / page).read_text().split()), extension.blind()

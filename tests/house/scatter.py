@@ -54,6 +54,7 @@ TARGETS = {
     "docstrings that begin badly": 0,
     "empty names per thousand": 10,
     "folders with too many files": 0,
+    "constants below a def": 0,
 }
 """A count to the number at which it is done."""
 
@@ -75,6 +76,7 @@ def counts(root: Path) -> Mapping[str, float]:
         "docstrings that begin badly": sum(bad_docstrings(package).values()),
         "empty names per thousand": round(1000 * empty_share(package), 1),
         "folders with too many files": len(large_folders(package)),
+        "constants below a def": sum(len(low_constants(path)) for path in paths),
     }
 
 
@@ -230,6 +232,37 @@ def large_folders(package: Path) -> dict[str, int]:
     """Folders with more than :data:`MOST_FILES` Python files, to how many."""
     found = Counter(path.parent.relative_to(package).as_posix() for path in package.rglob("*.py"))
     return {folder: number for folder, number in found.items() if number > MOST_FILES}
+
+
+def low_constants(path: Path) -> list[str]:
+    """Names that a module sets below its first function or class, and that need nothing which is made there."""
+    above, below = set[str](), set[str]()
+    low: list[str] = []
+    for node in tree(path).body:
+        names = {
+            name.id
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        }
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                below.add(node.name)
+            case _ if not below:
+                above |= names
+            case ast.Assign() | ast.AnnAssign(value=ast.expr()):
+                read = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                if read & (above & names | below):
+                    below |= names
+                else:
+                    low += names
+            case _:
+                below |= names | {
+                    alias.asname or alias.name
+                    for held in ast.walk(node)
+                    if isinstance(held, ast.Import | ast.ImportFrom)
+                    for alias in held.names
+                }
+    return low
 
 
 def start_seconds(root: Path, repeats: int = 5) -> float:

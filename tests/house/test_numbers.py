@@ -32,7 +32,6 @@ ALLOWED: dict[str, str] = {
     "sim/grouped.py:_SUM_OPS,_UNIT_OPS,_WIDEN_OPS": COUNTED,
     "sim/incomplete.py:_SECONDS": "units of time",
     "sim/attention.py:_STEPS": SEARCH,
-    "sim/price.py:_SMALL": SEARCH,
     "sim/roofline.py:_LEAST_BYTES": SEARCH,
     "sim/simulate.py:MUCH": SEARCH,
     "sim/network.py:_ROUNDS": COUNTED,

@@ -52,6 +52,15 @@ def test_counts_of_a_small_tree(package: Path) -> None:
     assert scatter.empty_share(package) == pytest.approx(2 / 36)
 
 
+def test_constants_below_a_def_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "TOP = 1\ndef work(): return LOW\nLOW = 2\nLOWER: int = LOW\nTABLE = {1: work}\n"
+        "OF_TABLE = len(TABLE)\nTOP = TOP + 1\nNAMED: int\nif LOW:\n    import late\nUSED = late.x\n"
+    )
+    assert scatter.low_constants(path) == ["LOW", "LOWER"]
+
+
 def test_calls_are_followed_by_name(package: Path) -> None:
     journey = ("a.py:first", "b.py:work", "b.py:_Twice.go")
     assert list(broken(journey, package)) == []

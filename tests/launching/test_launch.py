@@ -268,7 +268,10 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
         (f"""{GKE} --on v5e-16 --train '"'""", "which is not valid shell"),
         (f"{GKE} --on v5e-16 --time 1:00:00", "--time is not used by gke; leave it out"),
-        (f"{GKE} --on v5e-16 --candidate 4", "--candidate is 4, which has no effect without --plan"),
+        (
+            f"{GKE} --on v5e-16 --candidate 4",
+            "--candidate is 4, which has no effect without --plan",
+        ),
         (f"{GKE} --on v5e-16 --project mine-1", "or choose --via tpu-vm"),
         ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone is not used by local"),
         ("launch digits --on 2xcpu --via local --spot", "--spot is not used by local"),

@@ -7,6 +7,7 @@ import pytest
 from systolic.chips import slice
 from systolic.hlo import parse
 from systolic.sim.incomplete import GapKind, given
+from systolic.sim.price import price
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy, Timeline
@@ -80,3 +81,33 @@ def test_a_cost_reaches_a_kernel_in_a_fusion(name: str) -> None:
     free, told = (timeline("blocks-v5e-1", **{name: seconds}) for seconds in (0.0, 100e-6))
     assert told.seconds - free.seconds == pytest.approx(BLOCKS * 100e-6)
     assert "takes 0.1 ms a call" in told.given[0]
+
+
+BESIDE = """HloModule beside
+
+%inner (a: bf16[8192,8192], b: bf16[8192,8192]) -> bf16[8192,8192] {
+  %a = bf16[8192,8192]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[8192,8192]{1,0:T(8,128)(2,1)} parameter(1)
+  %product = bf16[8192,8192]{1,0:T(8,128)(2,1)} convolution(%a, %b), dim_labels=bf_io->bf
+  ROOT %kernel = bf16[8192,8192]{1,0:T(8,128)(2,1)} custom-call(%product), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000000000"}}}
+}
+
+ENTRY %main (x: bf16[8192,8192], y: bf16[8192,8192]) -> bf16[8192,8192] {
+  %x = bf16[8192,8192]{1,0:T(8,128)(2,1)} parameter(0)
+  %y = bf16[8192,8192]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %fused = bf16[8192,8192]{1,0:T(8,128)(2,1)} fusion(%x, %y), kind=kCustom, calls=%inner
+}
+"""
+
+
+@pytest.mark.parametrize(("mib", "slowdown"), [(32, 1.18), (64, 1 + 0.18 / 4)])
+def test_a_matmul_beside_a_kernel_has_the_windows_that_the_flags_let_it_have(
+    mib: int, slowdown: float
+) -> None:
+    module = parse(BESIDE)
+    flags = (f"--xla_tpu_scoped_vmem_limit_kib={mib * 1024}",)
+    rates = rates_of(slice("tpu7x-2"), flags=flags)
+    made = price(module, module.entry, module.entry.root, rates)
+    peak = rates.peak("bf16")
+    assert made is not None
+    assert made.seconds == pytest.approx(slowdown * 2 * 8192**3 / peak + 1e9 / peak)

@@ -220,6 +220,44 @@ def test_a_permute_over_one_hop_takes_what_chips_took(
     assert cost.seconds == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "fixed", "peak"),
+    [
+        # 0.7 of the 600 GB/s between dies and 1.7 us, as of collectives there; v2 and v3 have no published rate.
+        ("tpu7x-2", 0.7 * 600e9, 1.7e-6, 600e9),
+        ("tpu7x-8", 0.7 * 600e9, 1.7e-6, 600e9),
+        ("v3-8", None, PERMUTE_SECONDS, None),
+        ("v2-8", None, PERMUTE_SECONDS, None),
+    ],
+)
+def test_a_permute_between_the_dies_of_a_chip_takes_its_bytes(
+    name: str, rate: float | None, fixed: float, peak: float | None
+) -> None:
+    of = network(name)
+    dies = [[place for place in of.places if place[3] == core] for core in (0, 1)]
+    there = [(of.places.index(a), of.places.index(b)) for a, b in zip(*dies, strict=True)]
+    pairs = Groups((*there, *((b, a) for a, b in there)), pairs=True)
+    cost = of.collective("collective-permute", pairs, 100e6, 100e6)
+    assert cost.lanes == ("die",)
+    assert cost.seconds == pytest.approx(100e6 / (rate or 4 * of.rates.link) + fixed)
+    assert cost.least == pytest.approx(100e6 / peak if peak else 0.0)
+    # A gather sends half of the gathered array: one of twice the bytes takes as long, but for what is fixed.
+    gather = of.collective("all-gather", Groups(tuple(there)), 200e6, 100e6)
+    assert cost.seconds == pytest.approx(gather.seconds, rel=0.05)
+    assert cost.least == pytest.approx(gather.least)
+
+
+def test_a_permute_over_links_and_dies_waits_for_the_slower() -> None:
+    of = network("tpu7x-8")
+    at_place = {place: device for device, place in enumerate(of.places)}
+    die = (at_place[0, 0, 0, 0, 0], at_place[0, 0, 0, 1, 0])
+    link = (at_place[0, 0, 0, 1, 0], at_place[1, 0, 0, 1, 0])
+    both, alone = (Groups(pairs, pairs=True) for pairs in ((die, link), (link,)))
+    costs = [of.collective("collective-permute", groups, 1e8, 1e8) for groups in (both, alone)]
+    assert [cost.lanes for cost in costs] == [("x+", "die"), ("x+",)]
+    assert costs[0].seconds == costs[1].seconds
+
+
 def test_an_all_reduce_over_two_rings_takes_what_chips_took() -> None:
     of = network("v6e-256")
     everyone = Groups((tuple(range(256)),))

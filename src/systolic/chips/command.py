@@ -2,7 +2,7 @@
 
 import json as jsonlib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from systolic.chips.catalogue import chip, chips, user_file
 from systolic.chips.flags import Flag, shared_flags
@@ -10,9 +10,6 @@ from systolic.chips.record import Chip
 from systolic.chips.slices import Slice, named_slices, slice
 from systolic.core.arguments import command_of
 from systolic.core.errors import NotFoundError, nearest
-
-if TYPE_CHECKING:
-    from systolic.chips.slices import Slice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ _PARTS_OF_A_CUBE: dict[int, Shape] = {
     32: (2, 4, 4),
 }
 """One chip, one host (2x2x1), then hosts doubled along z, z and y up to half a cube."""
+YOURS = "your file"
+"""Key of the citation of a user's catalogue."""
 
 
 class Counts(enum.Enum):
@@ -137,10 +139,6 @@ def factorisations(number: int, parts: int, least: int = 1) -> Iterator[Shape]:
             for rest in factorisations(number // factor, parts - 1, factor):
                 yield (factor, *rest)
         factor += 1
-
-
-YOURS = "your file"
-"""Key of the citation of a user's catalogue."""
 
 
 class ChipKind(enum.Enum):

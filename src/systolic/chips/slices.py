@@ -19,6 +19,9 @@ _SHAPED = re.compile(r"([^:]+):(\d+(?:x\d+)*)")
 _LONGEST_NAME = 80
 PRICE = "usd_per_chip_hour."
 _HELP = "systolic chips NAME lists a chip's slices"
+SLICE = Wording("a slice or its name, such as 'v5e-16'")
+SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
+"""Wording of parameters that take slices, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +125,6 @@ class Slice:
             "power_watts": self.power_watts,
             "tdp_watts": self.tdp_watts,
         }
-
-
-SLICE = Wording("a slice or its name, such as 'v5e-16'")
-SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
-"""Wording of parameters that take slices, for messages."""
 
 
 @with_types

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 VerbOptions = TypeVar("VerbOptions")
 """A verb's own options, a dataclass."""
 PlanOptions = TypeVar("PlanOptions", bound="UnderPlan")
+FIRST = {"sft": "--from", "image": "--path"}
+"""Shipped recipes that take a first word without its option: the model, the pictures."""
+HELP = ("-h", "--help")
+END = "--"
+"""The words after it are a program's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +220,6 @@ def _read_verb(
     )
 
 
-FIRST = {"sft": "--from", "image": "--path"}
-"""Shipped recipes that take a first word without its option: the model, the pictures."""
-
-
 def _with_first(recipe: "Recipe | str", words: list[str]) -> list[str]:
     """Words of a command line with the option of a first word that has none: ``sft llama-3.1-8b --on v5e-8``."""
     option = FIRST.get(recipe) if isinstance(recipe, str) else None
@@ -316,11 +317,6 @@ def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
         head, _, tail = text.partition("Args:\n")
         return f"{head}Args:\n{own.rstrip()}\n{tail}"
     return f"{text}\n\nArgs:\n{own}"
-
-
-HELP = ("-h", "--help")
-END = "--"
-"""The words after it are a program's."""
 
 
 class TargetKind(enum.Enum):

@@ -24,14 +24,6 @@ from systolic.core.reporter import reporting
 from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
 from systolic.report.output import StderrReporter
 
-
-class Verb:
-    """One command: forms, each with its public function; ``usage`` is ``module:NAME`` of its help's first lines, by default written from the function."""
-
-    def __init__(self, summary: str, *forms: VerbForm, usage: str = "") -> None:
-        self.summary, self.forms, self.usage = summary, forms, usage
-
-
 TRAIN = VerbForm(
     function="systolic.training.command:train",
     view="systolic.training.display.view:show",
@@ -39,9 +31,22 @@ TRAIN = VerbForm(
     takes=TargetKind.recipe,
     needs="a recipe",
 )
-
 TARGET_KIND = "systolic.explaining.command:target_kind"
 """The function that says what a word after systolic explain names."""
+OWN_BUCKETS = ("launch", "runs", "status", "logs", "stop")
+"""Verbs that hand paths in buckets on to machines elsewhere."""
+INTO_BUCKETS = {"--run", "--resume"}
+"""Options whose path may be in a bucket, where it is written."""
+WRITTEN = INTO_BUCKETS | {f"--{dashed(name)}" for name in WRITTEN_HERE}
+"""Options whose path is written."""
+
+
+class Verb:
+    """One command: forms, each with its public function; ``usage`` is ``module:NAME`` of its help's first lines, by default written from the function."""
+
+    def __init__(self, summary: str, *forms: VerbForm, usage: str = "") -> None:
+        self.summary, self.forms, self.usage = summary, forms, usage
+
 
 VERBS = {
     "doctor": Verb(
@@ -394,14 +399,6 @@ VERBS = {
         ),
     ),
 }
-
-
-OWN_BUCKETS = ("launch", "runs", "status", "logs", "stop")
-"""Verbs that hand paths in buckets on to machines elsewhere."""
-INTO_BUCKETS = {"--run", "--resume"}
-"""Options whose path may be in a bucket, where it is written."""
-WRITTEN = INTO_BUCKETS | {f"--{dashed(name)}" for name in WRITTEN_HERE}
-"""Options whose path is written."""
 
 
 def usage() -> str:

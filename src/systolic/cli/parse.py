@@ -63,6 +63,16 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
 )
 """Patterns of tyro's messages, each with the message in our words."""
 _FRAME = re.compile(r"[│╭╮╰╯─]+|-{4,}")
+_HELP = ("  -h, --help", "│ -h, --help")
+_ARG = type(tyro.conf.arg())
+_OF_SEVERAL = re.compile(r"(?:parsing|choice .* for argument|value for argument) '?(--[\w.-]+)")
+_WORDS = re.compile(r"(?:from|arguments:|invalid choice) (\[.*\]|'[^']*')")
+_NUMBERS = {int: "whole numbers", float: "numbers"}
+QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
+"""The option that every verb has beside those of its function and view."""
+QUIET_LINE = "    quiet: Show no progress on stderr, only warnings and errors."
+_SCALARS = (bool, int, float, str, Path)
+_MARKUP = re.compile(r"``|:\w+:`~?|`")
 
 
 def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
@@ -195,9 +205,6 @@ def print_verb_help(forms: str, *kinds: Callable[..., Any]) -> int:
     return 0
 
 
-_HELP = ("  -h, --help", "│ -h, --help")
-
-
 def option_names(function: Callable[..., Any], *, pairs: bool = False) -> set[str]:
     """Options of a function or class as they are typed: ``--model.layers``, ``--json``; ``pairs`` as for :func:`known`."""
     return set(_options(function, "", pairs=pairs))
@@ -220,9 +227,6 @@ def _options(function: Callable[..., Any], prefix: str, *, pairs: bool = False) 
             if plain is bool and (pairs or prefix or parameter.default):
                 options[f"--{negated(typed)}"] = None
     return options
-
-
-_ARG = type(tyro.conf.arg())
 
 
 def _required(function: Callable[..., Any]) -> dict[str, Required]:
@@ -293,10 +297,6 @@ def _one_line(complaint: str, options: Mapping[str, Any]) -> str:
     return message
 
 
-_OF_SEVERAL = re.compile(r"(?:parsing|choice .* for argument|value for argument) '?(--[\w.-]+)")
-_WORDS = re.compile(r"(?:from|arguments:|invalid choice) (\[.*\]|'[^']*')")
-
-
 def _several(message: str, options: Mapping[str, Any]) -> str | None:
     """Wording of what an option of several values takes, where tyro refuses its words; None of another option."""
     named = _OF_SEVERAL.search(message)
@@ -317,9 +317,6 @@ def _several(message: str, options: Mapping[str, Any]) -> str | None:
         return None
     head = f"{option} is {' '.join(words)!r}; it takes" if words else f"{option} takes"
     return f"{head} {what} with spaces between{example}"
-
-
-_NUMBERS = {int: "whole numbers", float: "numbers"}
 
 
 def _placeholder(kind: Any) -> str:
@@ -348,13 +345,6 @@ def _choices(listed: str) -> str:
     """``'b', 'None', 'a'`` as ``a or b``."""
     names = sorted(set(re.findall(r"'([^']*)'", listed)) - {"None"})
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
-"""The option that every verb has beside those of its function and view."""
-QUIET_LINE = "    quiet: Show no progress on stderr, only warnings and errors."
-_SCALARS = (bool, int, float, str, Path)
-_MARKUP = re.compile(r"``|:\w+:`~?|`")
 
 
 class Options(NamedTuple):

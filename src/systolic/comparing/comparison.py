@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,10 +30,6 @@ from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
 from systolic.runs.bundle.record import EvaluationRecord
 from systolic.runs.bundle.tensors import SUFFIX
 from systolic.steps.lengths import longest_text
-
-if TYPE_CHECKING:
-    from systolic.inference.model import TrainedModel
-
 
 Named = Mapping[str, np.ndarray]
 

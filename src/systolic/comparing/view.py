@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 NONE = "-"
 Cell = Callable[["ComparedModel"], str]
+SERVER: tuple[tuple[str, Callable[["ServingPoint"], str]], ...] = (
+    ("first token", lambda point: duration(point.state.first_token_seconds)),
+    ("per token", lambda point: duration(point.state.token_seconds)),
+    ("new tokens/s", lambda point: f"{point.output_tokens_per_second:,.0f}"),
+)
+"""Name of a row, and what it shows of a server's point."""
 
 
 @or_json
@@ -93,14 +99,6 @@ def _bytes(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
-
-
-SERVER: tuple[tuple[str, Callable[["ServingPoint"], str]], ...] = (
-    ("first token", lambda point: duration(point.state.first_token_seconds)),
-    ("per token", lambda point: duration(point.state.token_seconds)),
-    ("new tokens/s", lambda point: f"{point.output_tokens_per_second:,.0f}"),
-)
-"""Name of a row, and what it shows of a server's point."""
 
 
 def speed_rows(sides: "Sequence[ModelSpeeds]") -> list[Sequence[str]]:

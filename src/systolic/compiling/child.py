@@ -53,6 +53,9 @@ from systolic.compiling.outcome import (
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.files import FULL, Store, unwritable
 
+_ADDRESS = re.compile(r"<(?:function|bound method) (\S+)(?: of .*?)? at 0x[0-9a-f]+>+")
+_NO_RULE = re.compile(r"MLIR translation rule for primitive '([^']+)' not found for platform (\w+)")
+
 
 def say(**fields: Any) -> None:
     """Prints one line for the parent, of the fields of a :class:`ChildLine`."""
@@ -85,10 +88,6 @@ def main(folder: Path, desk: Path) -> int:
             traceback.print_exc()
             _fail("program", _told(error), where=_place(error))
     return 1
-
-
-_ADDRESS = re.compile(r"<(?:function|bound method) (\S+)(?: of .*?)? at 0x[0-9a-f]+>+")
-_NO_RULE = re.compile(r"MLIR translation rule for primitive '([^']+)' not found for platform (\w+)")
 
 
 def _told(error: Exception) -> str:

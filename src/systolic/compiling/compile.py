@@ -67,6 +67,21 @@ _KNOWN = ("systolic", "builtins")
 """Packages whose code is part of every key."""
 _UNASKED = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
 """Fields of a chip, besides its prices, that no program depends on."""
+Say = Callable[[str], None]
+"""Callback for stages: importing, tracing, lowering, waiting (for another compile of the same program),
+compiling, serializing, compiled or found."""
+LOG_LINES = 40
+REASON = 500
+"""Characters of an error that a message has."""
+_NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
+_MISTAKES = {
+    kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
+}
+"""Errors of the child that are raised here as the same class."""
+DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
+"""Packages whose code a job's program depends on."""
+CODE = ("models", "steps", "job", "compiling", "recipes", "data", "chips", "core")
+"""Packages whose source a job's trace depends on."""
 
 
 class Program(Protocol):
@@ -208,16 +223,6 @@ def decisive(on: Slice) -> str:
     return repr(replace(on, chip=chip))
 
 
-Say = Callable[[str], None]
-"""Callback for stages: importing, tracing, lowering, waiting (for another compile of the same program),
-compiling, serializing, compiled or found."""
-
-LOG_LINES = 40
-REASON = 500
-"""Characters of an error that a message has."""
-_NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
     """Options of a compile: flags, effort, and the store."""
@@ -234,12 +239,6 @@ class Compiler:
     def quick(self) -> "Compiler":
         """The same up to the schedule and its memory, which takes seconds and has no cycle estimates."""
         return replace(self, options={**self.options, SCHEDULE_ONLY: True})
-
-
-_MISTAKES = {
-    kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
-}
-"""Errors of the child that are raised here as the same class."""
 
 
 def compile(
@@ -567,10 +566,6 @@ def _request_name(request: _Asked) -> str | None:
     )
 
 
-DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
-"""Packages whose code a job's program depends on."""
-
-
 @cache
 def version(name: str) -> str | None:
     """Version of an installed package; None when it is not installed."""
@@ -580,10 +575,6 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-CODE = ("models", "steps", "job", "compiling", "recipes", "data", "chips", "core")
-"""Packages whose source a job's trace depends on."""
 
 
 @cache

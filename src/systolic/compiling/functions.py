@@ -36,6 +36,10 @@ from systolic.compiling.traced import (
 from systolic.core.errors import OptionError, SystolicError
 from systolic.steps.target import place, slices_of
 
+_OF_CONTEXT = "should match the mesh passed to shard_map"
+_INCOMPATIBLE = "Received incompatible devices for jitted computation"
+_NO_AXIS = re.compile(r"Resource axis: (\w+) of (.+?) is not found in mesh")
+
 
 def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """See :class:`FunctionCall`.
@@ -106,11 +110,6 @@ def _others(program: FunctionCall, error: Exception) -> Iterator[FunctionCall]:
     if decided and not program.numbers_constant:
         note = "numbers of Python among the arguments are constants of the program, as static_argnums of jit has them"
         yield replace(program, numbers_constant=True, notes=(*program.notes, note))
-
-
-_OF_CONTEXT = "should match the mesh passed to shard_map"
-_INCOMPATIBLE = "Received incompatible devices for jitted computation"
-_NO_AXIS = re.compile(r"Resource axis: (\w+) of (.+?) is not found in mesh")
 
 
 def _explained(error: Exception, program: FunctionCall, on: Slice) -> Exception:

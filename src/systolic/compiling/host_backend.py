@@ -20,18 +20,6 @@ from systolic.compiling.dump import POLL_SECONDS, dump_options, peak_bytes, sche
 from systolic.core.errors import OptionError
 from systolic.core.machine import sound_flags
 
-
-class Built(enum.Enum):
-    """Kind of hardware that a program was compiled for."""
-
-    topology = "topology"
-    """A described TPU slice, by its own compiler."""
-    host = "host"
-    """Devices of this machine, by their own compiler."""
-    stand_in = "stand-in"
-    """An absent GPU: scheduled for virtual CPU devices, without code."""
-
-
 MOST_DEVICES = 2048
 """Most virtual devices of one process: XLA's CPU client uses larger ids for other processes."""
 CPU_PASSES = (
@@ -42,6 +30,19 @@ CPU_PASSES = (
 )
 CUDNN_VERSION = 91000
 """Version that tracing for an absent GPU assumes: cuDNN 9.10, the first with all of JAX's kernels."""
+_CHAIN = 32
+_ROUNDS = 3
+
+
+class Built(enum.Enum):
+    """Kind of hardware that a program was compiled for."""
+
+    topology = "topology"
+    """A described TPU slice, by its own compiler."""
+    host = "host"
+    """Devices of this machine, by their own compiler."""
+    stand_in = "stand-in"
+    """An absent GPU: scheduled for virtual CPU devices, without code."""
 
 
 def devices(on: Slice) -> list[Any]:
@@ -181,10 +182,6 @@ def measured_rates(num_devices: int) -> CpuRates:
         memory_bytes_per_second=memory / num_devices,
         vector_operations_per_second=vector / num_devices,
     )
-
-
-_CHAIN = 32
-_ROUNDS = 3
 
 
 def _best(function: Any, argument: Any) -> float:

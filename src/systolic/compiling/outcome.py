@@ -30,6 +30,21 @@ FAILED = "failed"
 """Stage in which a child reports a failure that is not stored."""
 FOUND = "found"
 """Stage in which a child reports that the store has the answer."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?)\w* of ([\d.]+)([KMGT]?)\w* (\w+)", re.IGNORECASE)
+_REQUIRED = re.compile(
+    r"Ran out of memory on (\w+), the total memory required for [\w ]+ \(([\d.]+)([KMGT]?)\w*\)"
+    r" exceeds available \w+ \(([\d.]+)([KMGT]?)\w*\)"
+)
+"""libtpu 0.0.42's message, which has no buffers; its total includes the arguments."""
+_SPACE = re.compile(r"memory space (\w+)")
+_LABELS = {
+    "op": re.compile(r'op_name="([^"]*)"'),
+    "shape": re.compile(r"Shape: (\S+)"),
+    "source": re.compile(r"source_file=\"?([^\"\s]+)\"?(?:\s+source_line=(\d+))?"),
+    "label": re.compile(r"XLA label: (.+)"),
+    "kind": re.compile(r"Allocation type: (.+)"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,22 +271,6 @@ class Failed:
 
 
 Outcome = Compiled | Rejected | Failed
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?)\w* of ([\d.]+)([KMGT]?)\w* (\w+)", re.IGNORECASE)
-_REQUIRED = re.compile(
-    r"Ran out of memory on (\w+), the total memory required for [\w ]+ \(([\d.]+)([KMGT]?)\w*\)"
-    r" exceeds available \w+ \(([\d.]+)([KMGT]?)\w*\)"
-)
-"""libtpu 0.0.42's message, which has no buffers; its total includes the arguments."""
-_SPACE = re.compile(r"memory space (\w+)")
-_LABELS = {
-    "op": re.compile(r'op_name="([^"]*)"'),
-    "shape": re.compile(r"Shape: (\S+)"),
-    "source": re.compile(r"source_file=\"?([^\"\s]+)\"?(?:\s+source_line=(\d+))?"),
-    "label": re.compile(r"XLA label: (.+)"),
-    "kind": re.compile(r"Allocation type: (.+)"),
-}
 
 
 def rejection(text: str, capacity: int) -> Rejected | None:

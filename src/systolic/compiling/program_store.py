@@ -75,6 +75,13 @@ UNUSED = (
     *("steps", "seed", "sample", "start"),
 )
 """Fields of a job that no program of serving reads."""
+KIND = "programs"
+FINGERPRINT, EXECUTABLE, FACTS = "fingerprint.json", "executable.bin", "facts.json"
+MOST_BYTES = 8 << 30
+"""Bytes of all entries; those that were not used for longest go first."""
+PRIVATE = 0o700
+JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+"""Event of JAX for each program that its own cache had."""
 
 
 class ForeignCodeError(RunError):
@@ -241,15 +248,6 @@ def _leaf(leaf: Any) -> list[Any]:
         spec = str(where.spec)
     weak = jax.typeof(leaf).weak_type if isinstance(leaf, jax.Array) else bool(leaf.weak_type)
     return [list(leaf.shape), str(leaf.dtype), weak, spec]
-
-
-KIND = "programs"
-FINGERPRINT, EXECUTABLE, FACTS = "fingerprint.json", "executable.bin", "facts.json"
-MOST_BYTES = 8 << 30
-"""Bytes of all entries; those that were not used for longest go first."""
-PRIVATE = 0o700
-JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
-"""Event of JAX for each program that its own cache had."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,6 +13,25 @@ from systolic.core.errors import OptionError
 
 Key = tuple[str, int]
 """Platform and number of a device of the process that asked."""
+_REGISTERING = (
+    "register_dataclass",
+    "register_pytree_node",
+    "register_pytree_node_class",
+    "register_pytree_with_keys",
+    "register_pytree_with_keys_class",
+    "register_static",
+)
+_PMAP = (
+    "axis_name",
+    "in_axes",
+    "backend",
+    "axis_size",
+    "devices",
+    "static_broadcasted_tuple",
+    "donate_tuple",
+    "out_axes_flat",
+    "out_axes_tree",
+)
 
 
 @dataclass(kw_only=True)
@@ -230,16 +249,6 @@ def registration(kind: type) -> tuple[str, Any, Any] | None:
     return "node", entry.to_iter, entry.from_iter
 
 
-_REGISTERING = (
-    "register_dataclass",
-    "register_pytree_node",
-    "register_pytree_node_class",
-    "register_pytree_with_keys",
-    "register_pytree_with_keys_class",
-    "register_static",
-)
-
-
 def skeleton(maker: Callable[..., type], *arguments: Any) -> type:
     """An empty class, not yet a pytree: hooks of its base would register it before it has fields."""
     import jax
@@ -284,19 +293,6 @@ def _init_fields(kind: type) -> list[str]:
 
 
 # ---- pmap
-
-
-_PMAP = (
-    "axis_name",
-    "in_axes",
-    "backend",
-    "axis_size",
-    "devices",
-    "static_broadcasted_tuple",
-    "donate_tuple",
-    "out_axes_flat",
-    "out_axes_tree",
-)
 
 
 def is_pmapped(function: Any) -> bool:

@@ -63,6 +63,19 @@ _ELSEWHERE = (
     "jax_no_tracing",
 )
 """Settings, or prefixes of their names, that the compiling process sets itself."""
+COMPILING = "SYSTOLIC_COMPILING"
+"""Environment variable of the process that compiles."""
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu takes a lock on the machine otherwise
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any; the topology gives the target
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # JAX's own cache would skip the schedule's dump
+}
 
 
 def decides(name: str) -> bool:
@@ -104,22 +117,6 @@ def key() -> dict[str, str]:
 
 def _values(jax: Any) -> dict[str, Any]:
     return {name: value for name, value in jax.config.values.items() if decides(name)}
-
-
-COMPILING = "SYSTOLIC_COMPILING"
-"""Environment variable of the process that compiles."""
-
-QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu takes a lock on the machine otherwise
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any; the topology gives the target
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # JAX's own cache would skip the schedule's dump
-}
 
 
 def child_environment(

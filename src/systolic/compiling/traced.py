@@ -12,6 +12,12 @@ import msgspec
 
 from systolic.job import Job, Served, ServedCache
 
+OF_SOME = (
+    *("batch_size", "parameters", "attention", "weight_bytes", "stored_bytes"),
+    *("cache_bytes", "page_bytes", "int8_products", "replicas"),
+)
+"""Fields of :class:`ProgramFacts` that jobs and servers alone have."""
+
 
 class StepKind(enum.Enum):
     """Kind of a job's programs."""
@@ -56,13 +62,6 @@ class ProgramFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Plain values; of the fields of jobs and servers those that it has."""
         fields = msgspec.to_builtins(self)
         return {name: value for name, value in fields.items() if value or name not in OF_SOME}
-
-
-OF_SOME = (
-    *("batch_size", "parameters", "attention", "weight_bytes", "stored_bytes"),
-    *("cache_bytes", "page_bytes", "int8_products", "replicas"),
-)
-"""Fields of :class:`ProgramFacts` that jobs and servers alone have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,12 @@ _SCALARS = {
 """Types of plain values, and what messages call them."""
 NO_VALUE = object()
 _LISTS = (Sequence, Iterable)
+WRITTEN_HERE = frozenset(
+    ("out", "csv", "save", "html", "perfetto", "study", "keep", "save_traffic")
+)
+"""Parameters of public functions, and options, whose path is written on this machine: a run alone is written into a bucket."""
+_ENTRY = re.compile(r"^    \*{0,2}(\w+): ", re.MULTILINE)
+"""The line of a docstring's Args with which a parameter's sentence begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +109,6 @@ class Partner:
     """Beside a parameter's type: another parameter without which it has no effect; alone it is refused."""
 
     name: str
-
-
-WRITTEN_HERE = frozenset(
-    ("out", "csv", "save", "html", "perfetto", "study", "keep", "save_traffic")
-)
-"""Parameters of public functions, and options, whose path is written on this machine: a run alone is written into a bucket."""
 
 
 def check_local(name: str, path: Path | str) -> None:
@@ -213,10 +213,6 @@ def _check_partners(function: Callable[..., Any], values: Mapping[str, Any]) -> 
                 raise OptionError(
                     f"{given} has no effect without {partner}; give {partner}, or leave {option} out"
                 )
-
-
-_ENTRY = re.compile(r"^    \*{0,2}(\w+): ", re.MULTILINE)
-"""The line of a docstring's Args with which a parameter's sentence begins."""
 
 
 def explained_by(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

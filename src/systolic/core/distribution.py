@@ -24,6 +24,10 @@ IMAGE: Mapping[str, str] = {
     "platform_machine": "x86_64",
 }
 """Values of environment markers on the image's platform; the Python version is that of this process."""
+TAG = "py3-none-any"
+EPOCH = (1980, 1, 1, 0, 0, 0)
+"""Date of all files; makes the wheel reproducible."""
+LEFT_OUT = ("__pycache__",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +99,6 @@ def _wanted(package: importlib.metadata.Distribution, extras: set[str]) -> list[
         if requirement.marker is None
         or any(requirement.marker.evaluate({**IMAGE, "extra": extra}) for extra in extras | {""})
     ]
-
-
-TAG = "py3-none-any"
-EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Date of all files; makes the wheel reproducible."""
-LEFT_OUT = ("__pycache__",)
 
 
 def write_wheel(folder: Path) -> Path:

@@ -27,6 +27,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of what Git has in place of a large file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+ROOT = 0
+_SCRATCH = ".new-"
+SUMS = "sha256.json"
+"""Digest of each file of an entry, written when the entry is put."""
+ROOM_BYTES = 1 << 20
+"""A disk with less than this free counts as full."""
 
 
 def lines_of(text: str) -> list[str]:
@@ -218,9 +224,6 @@ def digest(value: Any, length: int = 16) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()[:length]
 
 
-ROOT = 0
-
-
 def others_who_write(path: Path) -> str | None:
     """Other users (not root) who can change ``path``, directly or through a folder above it.
 
@@ -266,13 +269,6 @@ def _group(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except KeyError:
         return str(number)
-
-
-_SCRATCH = ".new-"
-SUMS = "sha256.json"
-"""Digest of each file of an entry, written when the entry is put."""
-ROOM_BYTES = 1 << 20
-"""A disk with less than this free counts as full."""
 
 
 def cache_home() -> Path:

@@ -14,6 +14,20 @@ from typing import Any
 from systolic.core.errors import SystolicError
 from systolic.core.ranges import dashed
 
+_BUCKET = re.compile(r"(gs|s3):/+")
+_typed_words: tuple[str, ...] = ()
+_OTHER_WORD = {"--on": "--rehearse SLICE", "--data": "--path PATH", "--path": "--data PATH"}
+"""Options of other commands to what a command that lacks them has instead."""
+_COMMAND = re.compile(r"(systolic [a-z]+ [^;,)]*)")
+"""A command to type, whose options keep their dashes."""
+_TYPED = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?![\w.-])( is )?")
+_FILE = r"(?!\S*\.(?:json|safetensors|npz|gguf|py)\b)"
+"""No name of a file comes here."""
+_VALUE = r"(?!(?:an?|for|in|no|not|of|the)\b)"
+"""A value comes here, rather than words of a sentence about something of an option's name, such as a program."""
+_ADDED = re.compile(r"\b(add|give|set) --([a-z][\w-]*)[ =]([^\s;,]*[^a-z\s;,][^\s;,]*)")
+"""An option to add with its value, which is no word of the sentence."""
+
 
 def option_words(
     function: Callable[..., Any],
@@ -107,9 +121,6 @@ def _words(value: Any) -> list[str]:
     return [path_text(value) if isinstance(value, PurePath) else str(value)]
 
 
-_BUCKET = re.compile(r"(gs|s3):/+")
-
-
 def path_text(path: PurePath | str) -> str:
     """Text of a path; where it is of a bucket with both slashes, of which ``Path`` removes one."""
     return _BUCKET.sub(r"\1://", str(path)) if is_in_bucket(path) else str(path)
@@ -118,9 +129,6 @@ def path_text(path: PurePath | str) -> str:
 def is_in_bucket(path: PurePath | str) -> bool:
     """Whether a path has the scheme of a bucket, ``gs://`` or ``s3://``."""
     return _BUCKET.match(str(path)) is not None
-
-
-_typed_words: tuple[str, ...] = ()
 
 
 def command_line() -> tuple[str, ...]:
@@ -137,10 +145,6 @@ def typed_as(words: Sequence[str]) -> Generator[None]:
         yield
     finally:
         _typed_words = before
-
-
-_OTHER_WORD = {"--on": "--rehearse SLICE", "--data": "--path PATH", "--path": "--data PATH"}
-"""Options of other commands to what a command that lacks them has instead."""
 
 
 def nearest_option(option: str, names: Collection[str]) -> str:
@@ -176,17 +180,6 @@ def _initials(name: str) -> str:
     """``lr`` of ``learning-rate``; nothing of a name of one word."""
     parts = name.split("-")
     return "".join(part[:1] for part in parts) if len(parts) > 1 else ""
-
-
-_COMMAND = re.compile(r"(systolic [a-z]+ [^;,)]*)")
-"""A command to type, whose options keep their dashes."""
-_TYPED = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?![\w.-])( is )?")
-_FILE = r"(?!\S*\.(?:json|safetensors|npz|gguf|py)\b)"
-"""No name of a file comes here."""
-_VALUE = r"(?!(?:an?|for|in|no|not|of|the)\b)"
-"""A value comes here, rather than words of a sentence about something of an option's name, such as a program."""
-_ADDED = re.compile(r"\b(add|give|set) --([a-z][\w-]*)[ =]([^\s;,]*[^a-z\s;,][^\s;,]*)")
-"""An option to add with its value, which is no word of the sentence."""
 
 
 def as_parameters(text: str, names: Iterable[str]) -> str:

@@ -16,6 +16,8 @@ from types import FrameType
 from typing import NoReturn
 
 _NAME = "systolic-native-"
+_lost: list[int] = []
+_at_once: list[bool] = []
 
 
 def start_native(name: str, work: Callable[[], None]) -> threading.Thread:
@@ -43,9 +45,6 @@ def raise_lost_interrupt() -> None:
     if _lost:
         _lost.clear()
         raise KeyboardInterrupt
-
-
-_lost: list[int] = []
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
@@ -97,9 +96,6 @@ def remembered(signals: list[int]) -> Generator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-_at_once: list[bool] = []
 
 
 def leave_at_once() -> None:

@@ -5,17 +5,13 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from systolic.core.errors import DataError, nearest
 from systolic.data.random_access import Picks, Table
 from systolic.job.data import MASK, Batches, Contents, Data, Field, Read, Split
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 Splits = Mapping[str, Mapping[str, Any]]
 """Split name ("train", "validation", "test") to array name to array [examples, ...]."""

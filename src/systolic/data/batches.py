@@ -21,6 +21,7 @@ _SEVERAL = b"blocks "
 
 MOST_PIECES = 16
 """Most blocks that are read in place of one in order to go on exactly where more processes were: the mixed windows of each are in memory."""
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,9 +223,6 @@ def _saved(states: Sequence[bytes]) -> tuple[int, dict[int, bytes]]:
         for block, coded in plain["states"].items():
             positions[int(block)] = base64.b64decode(coded)
     return count, positions
-
-
-Index = tuple[slice, ...]
 
 
 def share_of(sharding: NamedSharding, rows: int) -> ProcessShare:

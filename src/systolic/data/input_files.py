@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,8 +17,16 @@ from systolic.data.text.line_files import not_json, refuse_other
 from systolic.data.text.row_forms import table_rows
 from systolic.job.data import Field, NoExamples
 
-if TYPE_CHECKING:
-    import numpy as np
+LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv")
+ARRAYS = (".npz", ".npy")
+SUFFIXES = (*TABLES, *LINES, *ARRAYS)
+SHOWN = 6
+"""Columns that a message names."""
+WORDS = {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
+"""Cells that stand for numbers."""
+SIDE = "skipped"
+"""The entry of a batch, on its way from a worker or a thread, that holds messages: uint8[bytes] of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,16 +146,6 @@ class InputFiles(NoExamples):
             return f"{name} {field.dtype}[{', '.join(map(str, [*batch, *field.shape]))}]"
 
         return ", ".join(described(name, field) for name, field in self.inputs.items())
-
-
-LINES = (".jsonl", ".ndjson")
-TABLES = (".csv", ".tsv")
-ARRAYS = (".npz", ".npy")
-SUFFIXES = (*TABLES, *LINES, *ARRAYS)
-SHOWN = 6
-"""Columns that a message names."""
-WORDS = {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
-"""Cells that stand for numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,10 +368,6 @@ def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             )
         else:
             yield name, value
-
-
-SIDE = "skipped"
-"""The entry of a batch, on its way from a worker or a thread, that holds messages: uint8[bytes] of JSON."""
 
 
 class Skipped:

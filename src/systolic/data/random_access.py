@@ -29,6 +29,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _BLOCK = 1 << 14
 """Positions shuffled at once: numpy's cost per call would dwarf a batch of 128."""
+_FOREVER = 1 << 60
+"""Length of an endless stream, in batches; ``len()`` must stay below ``sys.maxsize``."""
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -117,10 +119,6 @@ def uniform(seed: int, positions: np.ndarray, count: int) -> np.ndarray:
     rows = keys(seed ^ 0x5DEECE66D, positions)[:, None]
     columns = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return (mix(rows + columns[None, :]) >> np.uint64(11)) * 2.0**-53
-
-
-_FOREVER = 1 << 60
-"""Length of an endless stream, in batches; ``len()`` must stay below ``sys.maxsize``."""
 
 
 class Picks(NamedTuple):

@@ -13,6 +13,19 @@ from systolic.chips import Chip, by_device_kind, chip
 from systolic.core.units import GIB, si
 from systolic.doctor.machine import Death, Machine, MachineKind, Measured, Unmeasured
 
+_FORCED = "--xla_force_host_platform_device_count"
+_MANY_PASSES = ("highest", "float32", "bfloat16_3x", "tensorfloat32")
+_SLICES = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
+__all__ = ["Finding", "Status", "examine"]
+OLDEST_PYTHON = "3.11"
+CUDA_DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
+"""Minimum NVIDIA driver version of each plugin. Source: JAX's installation guide."""
+LITTLE_MEMORY_BYTES, LITTLE_DISK_BYTES, NO_DISK_BYTES = 2 * GIB, 5 * GIB, GIB // 2
+LITTLE_SHARED_MEMORY_BYTES = 512 * 2**20
+FALLEN_BACK = "JAX HAS FALLEN BACK TO THE CPU"
+POOR_SHARE = 0.5
+"""Fraction of the peak below which a warning is given; a large bf16 matmul normally reaches 80 to 95 %."""
+
 
 class Status(enum.Enum):
     """Status of a check, from good to bad; only ``failed`` makes the exit code 1."""
@@ -72,10 +85,6 @@ def failed(name: str, text: str, fix: str) -> Finding:
 def _one_line(text: str) -> str:
     """Replaces line breaks, which variables and messages of programs may contain."""
     return " ".join(text.split())
-
-
-_FORCED = "--xla_force_host_platform_device_count"
-_MANY_PASSES = ("highest", "float32", "bfloat16_3x", "tensorfloat32")
 
 
 def environment(machine: Machine) -> list[Finding]:
@@ -187,9 +196,6 @@ def forces_cpu(machine: Machine) -> str:
         if value and value.split(",")[0].strip().lower() == "cpu":
             return f"{name}={value}"
     return ""
-
-
-_SLICES = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
 
 
 def platform(machine: Machine) -> list[Finding]:
@@ -305,18 +311,6 @@ def _slurm(machine: Machine) -> list[Finding]:
         )
     place = "is a task of its step" if in_step else "is the job's only one"
     return rows or [fine("Slurm", f"this process {place}")]
-
-
-__all__ = ["Finding", "Status", "examine"]
-
-OLDEST_PYTHON = "3.11"
-CUDA_DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
-"""Minimum NVIDIA driver version of each plugin. Source: JAX's installation guide."""
-LITTLE_MEMORY_BYTES, LITTLE_DISK_BYTES, NO_DISK_BYTES = 2 * GIB, 5 * GIB, GIB // 2
-LITTLE_SHARED_MEMORY_BYTES = 512 * 2**20
-FALLEN_BACK = "JAX HAS FALLEN BACK TO THE CPU"
-POOR_SHARE = 0.5
-"""Fraction of the peak below which a warning is given; a large bf16 matmul normally reaches 80 to 95 %."""
 
 
 def examine(machine: Machine) -> list[Finding]:

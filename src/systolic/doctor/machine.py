@@ -26,6 +26,47 @@ from systolic.chips.host import memory_bytes, model_name, num_cpus
 from systolic.core.errors import SystolicError
 from systolic.training.distributed.detect import find
 
+PACKAGES = (
+    *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),
+    *("grain", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "torch"),
+    *("torch-xla", "tensorflow", "tensorflow-cpu", "tensorflow-tpu"),
+)
+VARIABLES = (
+    "JAX_",
+    "XLA_",
+    "LIBTPU",
+    "TPU_",
+    "CUDA_VISIBLE",
+    "LD_LIBRARY_PATH",
+    "PJRT_",
+    "KERAS_BACKEND",
+)
+TELLING = (
+    *("COLAB_RELEASE_TAG", "COLAB_TPU_1VM", "KAGGLE_KERNEL_RUN_TYPE", "KUBERNETES_SERVICE_HOST"),
+    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_GPUS"),
+    *("SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    *("SKYPILOT_NUM_GPUS_PER_NODE", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+    *("MEGASCALE_COORDINATOR_ADDRESS", "TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY"),
+    *("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+)
+"""Variables that describe the platform, listed one by one because others are secret."""
+TPU_PCI_DEVICES = {
+    "0x0027": "v3",
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "tpu7x",
+}
+"""PCI device ids of Google's TPUs (v2 has the id of v3). Source: jax/_src/hardware_utils.py."""
+_GOOGLE, _NVIDIA = "0x1ae0", "0x10de"
+_SMI_SECONDS = 15
+_LONGEST_COMMAND = 60
+LIMIT_SECONDS = 120.0
+_LONGEST_COMPLAINT = 300
+_LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ")
+_NOISE = re.compile(r"^(\s|Traceback|During handling|The above|-{5}|For simplicity|\*\*\*)")
+
 
 class MachineKind(enum.Enum):
     """Kind of machine or platform."""
@@ -188,45 +229,6 @@ class Machine:
             "environment": dict(self.environment),
             "platform": dict(self.platform),
         }
-
-
-PACKAGES = (
-    *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),
-    *("grain", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "torch"),
-    *("torch-xla", "tensorflow", "tensorflow-cpu", "tensorflow-tpu"),
-)
-VARIABLES = (
-    "JAX_",
-    "XLA_",
-    "LIBTPU",
-    "TPU_",
-    "CUDA_VISIBLE",
-    "LD_LIBRARY_PATH",
-    "PJRT_",
-    "KERAS_BACKEND",
-)
-TELLING = (
-    *("COLAB_RELEASE_TAG", "COLAB_TPU_1VM", "KAGGLE_KERNEL_RUN_TYPE", "KUBERNETES_SERVICE_HOST"),
-    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_GPUS"),
-    *("SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
-    *("SKYPILOT_NUM_GPUS_PER_NODE", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
-    *("MEGASCALE_COORDINATOR_ADDRESS", "TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY"),
-    *("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
-)
-"""Variables that describe the platform, listed one by one because others are secret."""
-TPU_PCI_DEVICES = {
-    "0x0027": "v3",
-    "0x005e": "v4",
-    "0x0062": "v5p",
-    "0x0063": "v5e",
-    "0x006f": "v6e",
-    "0x0076": "tpu7x",
-}
-"""PCI device ids of Google's TPUs (v2 has the id of v3). Source: jax/_src/hardware_utils.py."""
-
-_GOOGLE, _NVIDIA = "0x1ae0", "0x10de"
-_SMI_SECONDS = 15
-_LONGEST_COMMAND = 60
 
 
 def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Machine:
@@ -495,11 +497,6 @@ def _owner(path: Path) -> str:
     except KeyError:
         return str(number)
 
-
-LIMIT_SECONDS = 120.0
-_LONGEST_COMPLAINT = 300
-_LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ")
-_NOISE = re.compile(r"^(\s|Traceback|During handling|The above|-{5}|For simplicity|\*\*\*)")
 
 Outcome = Measured | Unmeasured
 

@@ -62,6 +62,7 @@ A factor of one matmul made 257 others of the same chip 16 % too slow that were 
 
 Work = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
 """Opcode, and dtype and dims of each array; FLOPs and bytes where the profile has no line of it."""
+COMPILER = "libtpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -419,9 +420,6 @@ def factor_of(ratios: Sequence[OpRatio]) -> Factor:
         works=len({ratio.work for ratio in ratios}),
         seconds=sum(ratio.seconds for ratio in ratios),
     )
-
-
-COMPILER = "libtpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,26 @@ CostsOption = Annotated[
 ]
 CalibrationOption = Annotated[Calibration | Path | str | None, OptionWords(str, default="")]
 Reader = Callable[..., Mapping[str, Any]]
+CALIBRATE_USAGE = """usage: systolic calibrate PROFILE [PROFILE ...] --name NAME [options]
+
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, or a directory with such files: RUN/profile after systolic
+train --profile N, or the output of jax.profiler.trace. Each op is compared with its price in the simulated program,
+which an xplane.pb contains. Without it, --against names a dump of the program; without that, ops are priced from
+their lines, except for kernels and for fusions without a matmul. The result is a few factors, measured over simulated
+seconds of matmuls, kernels, elementwise fusions, data formatting and each kind of collective, and the bytes per
+second of the host link.
+
+Passes and formatting in vector memory have their own factors. No factor makes an op faster than the published
+rates of the matrix units, device memory, links and host link.
+
+Use it with systolic forecast, plan and explain --calibration NAME. systolic calibrations lists all."""
+LIST_USAGE = """usage: systolic calibrations [NAME] [options]
+
+Lists the calibrations of systolic calibrate: corrections of the simulator from measured profiles.
+
+They are files in ~/.config/systolic/calibrations, or under $XDG_CONFIG_HOME; remove a file to delete one."""
+CALIBRATION_NAME = Required("a name; add --name my-v5e, which --calibration my-v5e then takes")
+PROFILES = OptionWords(tuple[Path, ...])
 
 
 class ExplainedKind(enum.Enum):
@@ -540,30 +560,6 @@ _FUNCTIONS: Mapping[ExplainedKind, Callable[..., Any]] = {
     ExplainedKind.dump: explain_dump,
     ExplainedKind.program: explain_program,
 }
-
-
-CALIBRATE_USAGE = """usage: systolic calibrate PROFILE [PROFILE ...] --name NAME [options]
-
-PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, or a directory with such files: RUN/profile after systolic
-train --profile N, or the output of jax.profiler.trace. Each op is compared with its price in the simulated program,
-which an xplane.pb contains. Without it, --against names a dump of the program; without that, ops are priced from
-their lines, except for kernels and for fusions without a matmul. The result is a few factors, measured over simulated
-seconds of matmuls, kernels, elementwise fusions, data formatting and each kind of collective, and the bytes per
-second of the host link.
-
-Passes and formatting in vector memory have their own factors. No factor makes an op faster than the published
-rates of the matrix units, device memory, links and host link.
-
-Use it with systolic forecast, plan and explain --calibration NAME. systolic calibrations lists all."""
-
-LIST_USAGE = """usage: systolic calibrations [NAME] [options]
-
-Lists the calibrations of systolic calibrate: corrections of the simulator from measured profiles.
-
-They are files in ~/.config/systolic/calibrations, or under $XDG_CONFIG_HOME; remove a file to delete one."""
-
-CALIBRATION_NAME = Required("a name; add --name my-v5e, which --calibration my-v5e then takes")
-PROFILES = OptionWords(tuple[Path, ...])
 
 
 @dataclass(frozen=True, kw_only=True)

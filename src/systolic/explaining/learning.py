@@ -47,6 +47,8 @@ RISING = 0.9
 
 FALL = 0.08
 """Relative fall of the loss in as many steps again from which a run counts as too short."""
+EVERY = 50
+"""Steps between probes in advice."""
 
 
 def causes(history: RunRecord) -> list[Cause]:
@@ -375,10 +377,6 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         part = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
         medians.append(statistics.median(part) if part else math.nan)
     return medians
-
-
-EVERY = 50
-"""Steps between probes in advice."""
 
 
 def learning(history: RunRecord) -> list[Cause]:

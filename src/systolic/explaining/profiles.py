@@ -46,6 +46,10 @@ LINES = "lines"
 """In place of a dump: each op from its own line in the profile."""
 PROGRAM = "program"
 """In place of a dump: the programs that the profile holds."""
+MOVING = (Activity.collective, Activity.slices, Activity.host, Activity.memory)
+"""Kinds of op that can run beside the device's work."""
+BEYOND, LONG = 1.1, 5e-6
+"""Share of a peak that no op reaches, and seconds of an op from which it counts: a trace's clock rounds shorter ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,10 +336,6 @@ def mesh_of(folder: Path) -> Mapping[str, int]:
     return mesh
 
 
-MOVING = (Activity.collective, Activity.slices, Activity.host, Activity.memory)
-"""Kinds of op that can run beside the device's work."""
-
-
 def figures(profile: Profile) -> dict[str, Any]:
     """``step_seconds`` of the median of ``steps``, and ``shares`` of it by kinds of op; of several devices the mean.
 
@@ -389,10 +389,6 @@ def overlap(profile: Profile) -> dict[str, dict[str, float]]:
                 "hidden_seconds": hidden / len(devices),
             }
     return by_kind
-
-
-BEYOND, LONG = 1.1, 5e-6
-"""Share of a peak that no op reaches, and seconds of an op from which it counts: a trace's clock rounds shorter ones."""
 
 
 def _beyond(profile: Profile) -> list[str]:

@@ -34,6 +34,45 @@ HIDES = 0.5
 ARRAYS = "arrays"
 """How a kernel's work is known: by its arrays, each touched once, or by the profile's count."""
 LAYOUT = "a layout that both neighbours take: swap the dims where the array is made, or hold the weights transposed"
+BLOCKS = (1024, 2048)
+"""Block sides of the attention kernel to try."""
+EXPERTS = "decoder/moe.py"
+"""Source file of the matmuls over expert slots."""
+LEAST_DIM = 16
+"""Smallest dim that counts as a side of the matrix; smaller ones are batch dims."""
+POOR = 0.6
+"""Share of the peak below which a matmul underfills the matrix units."""
+AXIS_ADVICE = {
+    "fsdp": advise(
+        "fewer, larger passes ({} down, {} up), or a smaller {} with more {}",
+        "layout.accumulate",
+        "layout.remat",
+        "layout.fsdp",
+        "layout.data",
+        plain="fewer, larger passes, or weights sharded over fewer devices with more data parallelism",
+    ),
+    "data": "a larger batch per device, so that gradients are summed less often",
+    "tensor": advise(
+        "a smaller {} with more {}",
+        "layout.tensor",
+        "layout.fsdp",
+        plain="a smaller tensor axis, with the weights sharded along the batch's axis",
+    ),
+    "context": advise(
+        "a smaller {} with more {} or {}",
+        "layout.context",
+        "layout.fsdp",
+        "layout.data",
+        plain="a smaller axis of the sequence, with more devices along the batch",
+    ),
+    "expert": advise(
+        "a smaller {}, or a lower {}",
+        "layout.expert",
+        "model.capacity_factor",
+        plain="a smaller axis of experts, or a lower capacity factor",
+    ),
+    "pipeline": advise("fewer stages: a smaller {}", "layout.pipeline", plain="fewer stages"),
+}
 
 
 def rated(op: StepOp, name: str, way: str = "") -> str:
@@ -94,48 +133,6 @@ def of_memory(ops: Sequence[StepOp]) -> str:
     if share >= FULL:
         return "fewer bytes, since the memory is at its rate: narrower dtypes, ops that fuse with their neighbours"
     return "larger arrays in one op, since most of these stay below the memory's rate: a larger batch per device"
-
-
-BLOCKS = (1024, 2048)
-"""Block sides of the attention kernel to try."""
-EXPERTS = "decoder/moe.py"
-"""Source file of the matmuls over expert slots."""
-LEAST_DIM = 16
-"""Smallest dim that counts as a side of the matrix; smaller ones are batch dims."""
-POOR = 0.6
-"""Share of the peak below which a matmul underfills the matrix units."""
-
-AXIS_ADVICE = {
-    "fsdp": advise(
-        "fewer, larger passes ({} down, {} up), or a smaller {} with more {}",
-        "layout.accumulate",
-        "layout.remat",
-        "layout.fsdp",
-        "layout.data",
-        plain="fewer, larger passes, or weights sharded over fewer devices with more data parallelism",
-    ),
-    "data": "a larger batch per device, so that gradients are summed less often",
-    "tensor": advise(
-        "a smaller {} with more {}",
-        "layout.tensor",
-        "layout.fsdp",
-        plain="a smaller tensor axis, with the weights sharded along the batch's axis",
-    ),
-    "context": advise(
-        "a smaller {} with more {} or {}",
-        "layout.context",
-        "layout.fsdp",
-        "layout.data",
-        plain="a smaller axis of the sequence, with more devices along the batch",
-    ),
-    "expert": advise(
-        "a smaller {}, or a lower {}",
-        "layout.expert",
-        "model.capacity_factor",
-        plain="a smaller axis of experts, or a lower capacity factor",
-    ),
-    "pipeline": advise("fewer stages: a smaller {}", "layout.pipeline", plain="fewer stages"),
-}
 
 
 def callbacks(step: Step) -> Iterable[Cause]:

@@ -25,6 +25,10 @@ from systolic.sim.incomplete import NOTHING, Given
 
 ALIKE = 0.002
 """Share of the step below which two figures are the same."""
+OptionReader = Callable[..., Mapping[str, Any]]
+"""Makes all options of a recipe from the recipe and those of a file."""
+_OF_EXPLAIN = ("flags", "remedies", "workers", "trips", "cost", "calibration", "json")
+"""Options in the words of earlier versions that are none of the recipe's; flags are in the file."""
 
 
 class _Made(msgspec.Struct):
@@ -41,12 +45,6 @@ class _SavedForecast(msgspec.Struct):
     """Forecasts of earlier versions lack them."""
     step: StepKind = StepKind.train
     compiler: _Made = msgspec.field(default_factory=_Made)
-
-
-OptionReader = Callable[..., Mapping[str, Any]]
-"""Makes all options of a recipe from the recipe and those of a file."""
-_OF_EXPLAIN = ("flags", "remedies", "workers", "trips", "cost", "calibration", "json")
-"""Options in the words of earlier versions that are none of the recipe's; flags are in the file."""
 
 
 def is_saved(path: Path) -> bool:

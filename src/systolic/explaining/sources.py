@@ -26,6 +26,16 @@ _CALLBACK = re.compile(r"callback", re.I)
 _COPY = re.compile(r"(copy|transpose)")
 _NARROW = re.compile(r"\b(s8|u8|s4|u4|f8\w+)\[")
 _F32 = re.compile(r"\bf32\[")
+MESH = tuple(axis.value for axis in Axis)
+"""Axes in the order of the mesh, outermost first."""
+_KINDS = {
+    Activity.callback: OpKind.callback,
+    Activity.kernel: OpKind.kernel,
+    Activity.loop: OpKind.loop,
+    Activity.formatting: OpKind.copy,
+    Activity.memory: OpKind.memory,
+    Activity.matmul: OpKind.matmul,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +116,6 @@ def step_of_programs(forecast: Forecast, programs: Sequence[StepProgram]) -> Ste
     )
 
 
-MESH = tuple(axis.value for axis in Axis)
-"""Axes in the order of the mesh, outermost first."""
-
-
 def _simulated(span: Span, times: float, place: Place, windowed: Set[str]) -> StepOp:
     source = named(place.module, place.computation, place.instruction)
     dtype = work_of(*_where(place)).dtype if span.flops else ""
@@ -146,16 +152,6 @@ def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
 
 
 # Measured
-
-
-_KINDS = {
-    Activity.callback: OpKind.callback,
-    Activity.kernel: OpKind.kernel,
-    Activity.loop: OpKind.loop,
-    Activity.formatting: OpKind.copy,
-    Activity.memory: OpKind.memory,
-    Activity.matmul: OpKind.matmul,
-}
 
 
 def step_of_profile(profile: Profile, mesh: Mapping[str, int] | None) -> Step:

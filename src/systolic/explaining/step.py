@@ -15,6 +15,14 @@ from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.profile.profile import Rate
 from systolic.sim.timeline import Resource
 
+SHOWN = 4
+"""Number of places named as evidence."""
+LEAST = 0.01
+"""Share of the step below which a cause is not reported."""
+LINKS = (Resource.ici, Resource.dcn, Resource.host)
+_GRADIENT = re.compile(r"jvp\(|transpose\(")
+_INSIDE = re.compile(r"jvp|transpose\(|while/body")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
@@ -57,13 +65,6 @@ class Cause:
     """Settings to try, as typed on the command line."""
     work: Reached | None = None
     """Bytes and rate of a measured step's ops; None where they are not known."""
-
-
-SHOWN = 4
-"""Number of places named as evidence."""
-LEAST = 0.01
-"""Share of the step below which a cause is not reported."""
-LINKS = (Resource.ici, Resource.dcn, Resource.host)
 
 
 class OpKind(enum.Enum):
@@ -258,9 +259,6 @@ def _near(layer: str) -> str:
 
 
 # Parts of a step, by the transformations in the paths of JAX names
-
-_GRADIENT = re.compile(r"jvp\(|transpose\(")
-_INSIDE = re.compile(r"jvp|transpose\(|while/body")
 
 
 def differentiates(op_names: Iterable[str]) -> bool:

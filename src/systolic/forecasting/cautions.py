@@ -7,6 +7,8 @@ from systolic.sim.timeline import Timeline
 
 SHOWN = 3
 """Parts that a note names."""
+Range = tuple[float, float | None, str]
+"""Low and high seconds, and what they rest on."""
 
 
 def cautions_of(timeline: Timeline) -> list[str]:
@@ -15,10 +17,6 @@ def cautions_of(timeline: Timeline) -> list[str]:
     if timeline.given:
         cautions.append(f"given by you: {'; '.join(timeline.given)}")
     return cautions
-
-
-Range = tuple[float, float | None, str]
-"""Low and high seconds, and what they rest on."""
 
 
 def ended(timeline: Timeline, range_of: Callable[[Timeline], tuple[float, float, str]]) -> Range:

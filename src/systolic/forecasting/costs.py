@@ -20,6 +20,9 @@ _REMARK = re.compile(r"blocks_\d+_of_\d+")
 """Mark of the mask in an attention kernel's name."""
 
 _KERNEL = re.compile(r"(splash_mha_\w+?)(?:_segmented|_no_residuals|_residuals)*$")
+LEAST = 2
+"""Permutes of one matmul from which they are a window; a single one may reshard a result."""
+OFF = next(flag.text for flag in SHARED if "windowed_einsum" in flag.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,11 +173,6 @@ def _cost(name: str, spans: Sequence[tuple[Span, float]]) -> OpCost:
         priced_by=tuple(sorted({span.price_source for span, _ in spans if span.priced_by})),
         opcode=largest.opcode,
     )
-
-
-LEAST = 2
-"""Permutes of one matmul from which they are a window; a single one may reshard a result."""
-OFF = next(flag.text for flag in SHARED if "windowed_einsum" in flag.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

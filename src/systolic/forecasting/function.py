@@ -32,6 +32,7 @@ MANY_CONSTANT_BYTES = 2**24
 """Arrays that a function refers to, above which a note says so."""
 MOST_CONSTANT_BYTES = 2**30
 """Arrays that a function refers to, above which it is refused: XLA reads no program of 2 GiB."""
+FLAGS = "--name=value, a list of them or one text with spaces between"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +50,6 @@ class Spread:
     """PartitionSpecs of the result; left to the compiler by default. For plain functions."""
     donate_argnums: Sequence[int] = ()
     """Arguments whose memory the result may take. For plain functions; a jitted one says so itself."""
-
-
-FLAGS = "--name=value, a list of them or one text with spaces between"
 
 
 @with_types

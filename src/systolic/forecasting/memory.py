@@ -34,6 +34,25 @@ Key = tuple[str, int]
 """An instruction and the part of its result; 0 of an array."""
 Owners = tuple[frozenset[Key], ...]
 """For each part of a value, the allocations that it lies in."""
+KINDS = (
+    "parameters",
+    "optimizer state",
+    "cache",
+    "inputs",
+    "saved activations",
+    "gradients",
+    "collective buffers",
+    "temporaries",
+)
+HELD = "held outside the step"
+"""Kind of the arrays that a program keeps on a device beside the arguments of its step."""
+_PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\b")
+"""Weights that train and, among other variables, those that are frozen; and those of a server."""
+_OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
+_CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])|^pages\[", re.IGNORECASE)
+_COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
+LARGEST = 12
+"""Buffers named in the JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,26 +322,6 @@ def _union(values: Sequence[Owners]) -> frozenset[Key]:
     return frozenset(key for value in values for part in value for key in part)
 
 
-KINDS = (
-    "parameters",
-    "optimizer state",
-    "cache",
-    "inputs",
-    "saved activations",
-    "gradients",
-    "collective buffers",
-    "temporaries",
-)
-HELD = "held outside the step"
-"""Kind of the arrays that a program keeps on a device beside the arguments of its step."""
-
-_PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\b")
-"""Weights that train and, among other variables, those that are frozen; and those of a server."""
-_OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
-_CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])|^pages\[", re.IGNORECASE)
-_COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBuffer:
     """A buffer that is alive at the peak."""
@@ -348,10 +347,6 @@ class MemoryMap:
     """Sums to ``peak_bytes``; what the schedule doesn't explain is ``temporaries``."""
     buffers: Sequence[LiveBuffer]
     """Largest first."""
-
-
-LARGEST = 12
-"""Buffers named in the JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

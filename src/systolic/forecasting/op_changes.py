@@ -41,6 +41,16 @@ _CHEAP = frozenset(
 _ASYNCHRONOUS = re.compile(r"-(?:start|done|update)$")
 _NUMBER = re.compile(r"[.\d]+(?:\.clone|\.remat\d*)*$")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
+Part = tuple[str, str]
+"""Place and primitive of an instruction inside an op."""
+Schedule = tuple[Module, Timeline, float]
+"""A program of a step, its schedule, and how often the step calls it."""
+_ELEMENTWISE = frozenset(
+    {"add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "exponential"}
+    | {"log", "rsqrt", "sqrt", "tanh", "logistic", "power", "select", "compare", "convert"}
+    | {"and", "or", "not", "xor", "broadcast", "iota", "pad", "concatenate", "reshape"}
+    | {"transpose", "clamp", "floor", "abs"}
+)
 
 
 class OpFate(enum.Enum):
@@ -82,12 +92,6 @@ class OpChange:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return msgspec.to_builtins(self)
-
-
-Part = tuple[str, str]
-"""Place and primitive of an instruction inside an op."""
-Schedule = tuple[Module, Timeline, float]
-"""A program of a step, its schedule, and how often the step calls it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -356,14 +360,6 @@ def _kind_of_heavy(opcode: str, instruction: Instruction) -> str:
 def _primitive(instruction: Instruction) -> str:
     """JAX's primitive, which outlives a change of the compiler's opcodes."""
     return _NUMBER.sub("", instruction.op_name.rpartition("/")[2]) or instruction.opcode
-
-
-_ELEMENTWISE = frozenset(
-    {"add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "exponential"}
-    | {"log", "rsqrt", "sqrt", "tanh", "logistic", "power", "select", "compare", "convert"}
-    | {"and", "or", "not", "xor", "broadcast", "iota", "pad", "concatenate", "reshape"}
-    | {"transpose", "clamp", "floor", "abs"}
-)
 
 
 def shape_text(instruction: Instruction) -> str:

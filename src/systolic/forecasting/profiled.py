@@ -37,6 +37,9 @@ HIGH, LOW = 0.9, 0.1
 Key = tuple[str, str]
 """Program and name of an instruction."""
 _NUMBER = re.compile(r"[.\d]+$")
+ALL = "replica_groups={}"
+"""Groups of a collective over all devices, and what JAX reads of compact groups in a profile's module."""
+ALONE = "replica_groups={{0}}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,10 +241,6 @@ def begun_by(row: OpRow) -> str:
 
 
 # Programs that a profile holds
-
-ALL = "replica_groups={}"
-"""Groups of a collective over all devices, and what JAX reads of compact groups in a profile's module."""
-ALONE = "replica_groups={{0}}"
 
 
 def programs_of(table: ProfileTable) -> Mapping[str, Module]:

@@ -51,6 +51,7 @@ from systolic.sim.timeline import Timeline, layer_of
 
 ALL = "all"
 """The row of all generations together."""
+Say = Callable[[str], None]
 
 
 @cache
@@ -127,9 +128,6 @@ def range_of(
     if share >= 5e-4:
         text += f"; {share:.1%} of it estimated by rules with a range of their own"
     return low + own_least + least, high + own_most + most, text
-
-
-Say = Callable[[str], None]
 
 
 def forecast_job(

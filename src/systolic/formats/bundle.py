@@ -69,6 +69,15 @@ if TYPE_CHECKING:
 
 ROW_BYTES = 1 << 20
 """Least size of a row of the first dim, such as a layer, that is a piece of its own."""
+FILE = f"{RECORDED}outputs.safetensors"
+MOST_BYTES = 1 << 24
+"""Largest sample of another framework that is recorded."""
+COLUMNS = 256
+"""Most outputs of a position that are recorded."""
+INPUT, OUTPUT, CHOSEN, BEST = "input:", "output", "columns", "largest"
+"""Names of the arrays: inputs by name, outputs [rows, ..., columns], their columns, and the column of the largest output."""
+PRECISION = "f32"
+"""Compute dtype of outputs, with the most exact matmuls of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,21 +170,6 @@ def open_bundled(folder: Path) -> BundleSource:
         licence=bundle.record.source.licence,
         bundle=bundle,
     )
-
-
-FILE = f"{RECORDED}outputs.safetensors"
-
-MOST_BYTES = 1 << 24
-"""Largest sample of another framework that is recorded."""
-
-COLUMNS = 256
-"""Most outputs of a position that are recorded."""
-
-INPUT, OUTPUT, CHOSEN, BEST = "input:", "output", "columns", "largest"
-"""Names of the arrays: inputs by name, outputs [rows, ..., columns], their columns, and the column of the largest output."""
-
-PRECISION = "f32"
-"""Compute dtype of outputs, with the most exact matmuls of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)

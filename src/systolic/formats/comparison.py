@@ -20,6 +20,29 @@ if TYPE_CHECKING:
     from systolic.formats.program.convert import ProgramParity
     from systolic.steps.step_functions import StepFunctions
 
+ROWS, TOKENS = 4, 64
+"""Rows of text, pictures or recordings that both read, and the most tokens of a row."""
+FEW = 2
+"""Most rows that a Bundle records, and that an export is compared on."""
+LONGEST = 640
+"""Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
+PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
+In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
+def area(width: float, height: float) -> float:
+    return width * height  # square metres
+Question: what is the capital of France? Answer: the capital of France is Paris.
+Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no cambia.
+"""
+"""Prose, figures, code and other languages, so that many kinds of tokens are read."""
+EXACT, NARROW = 1e-4, 0.2
+"""Largest difference over the largest output of a program that computes the same, in float32 and in bfloat16."""
+VECTORS = ("embedding", "encoded")
+"""Outputs that are vectors, whose largest number chooses nothing."""
+PART = 1 << 24
+"""Numbers that are compared at a time, in float64."""
+Call = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
+"""The source's outputs and the exported ones."""
+
 
 def outputs_of(
     steps: "StepFunctions", weights: Any, inputs: Mapping[str, np.ndarray]
@@ -70,25 +93,6 @@ def _of_tokens(model: Any, module: Any, tokens: "jax.Array") -> "jax.Array":
     if model.pooler:
         return jnp.concatenate([vectors, module.pooled(vectors)[:, None]], axis=1)
     return vectors
-
-
-ROWS, TOKENS = 4, 64
-"""Rows of text, pictures or recordings that both read, and the most tokens of a row."""
-
-FEW = 2
-"""Most rows that a Bundle records, and that an export is compared on."""
-
-LONGEST = 640
-"""Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
-
-PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
-In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
-def area(width: float, height: float) -> float:
-    return width * height  # square metres
-Question: what is the capital of France? Answer: the capital of France is Paris.
-Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no cambia.
-"""
-"""Prose, figures, code and other languages, so that many kinds of tokens are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +233,6 @@ class Cosine:
         return f"cosine {self.mean:.5f} in the mean, {self.least:.5f} at least"
 
 
-EXACT, NARROW = 1e-4, 0.2
-"""Largest difference over the largest output of a program that computes the same, in float32 and in bfloat16."""
-
-VECTORS = ("embedding", "encoded")
-"""Outputs that are vectors, whose largest number chooses nothing."""
-
-PART = 1 << 24
-"""Numbers that are compared at a time, in float64."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDifference:
     """Largest differences of an exported function's outputs from its source's on the same inputs."""
@@ -291,10 +285,6 @@ def difference(
         RunError: a name is missing or has another shape.
     """
     return joined([(source, exported)])
-
-
-Call = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
-"""The source's outputs and the exported ones."""
 
 
 def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifference:

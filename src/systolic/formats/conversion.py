@@ -39,6 +39,10 @@ MOST_TURNS = 128
 
 Replace = Callable[[Any, list[Any]], list[Any] | None]
 """An equation and its inputs to its outputs by other operations; None leaves it as it is."""
+HELD = (WeightFormat.int8, WeightFormat.fp8, WeightFormat.w8a8)
+"""Formats whose codes files of tensors hold; those of 4 bits are not a dtype of theirs."""
+LABELS = "labels.txt"
+"""Names of classes, a line each in the order of the outputs."""
 
 
 def unrolled(call: Callable[..., Any], *args: Any) -> Any:
@@ -180,10 +184,6 @@ def each_platform(model: ExportableModel, function: Inference) -> Inference:
     return replace(function, call=call)
 
 
-HELD = (WeightFormat.int8, WeightFormat.fp8, WeightFormat.w8a8)
-"""Formats whose codes files of tensors hold; those of 4 bits are not a dtype of theirs."""
-
-
 def with_codes(model: ExportableModel, *, kept: bool) -> tuple[ExportableModel, tuple[str, ...]]:
     """A model as a format holds it, and what became of its quantized matrices, in words.
 
@@ -218,10 +218,6 @@ def with_codes(model: ExportableModel, *, kept: bool) -> tuple[ExportableModel, 
         )
     job = replace(model.job, quantization=Quantization.of(stay))
     return replace(model, job=job, params=params), tuple(notes)
-
-
-LABELS = "labels.txt"
-"""Names of classes, a line each in the order of the outputs."""
 
 
 def class_names(job: Job) -> tuple[str, ...]:

@@ -43,6 +43,12 @@ BATCH, SEQUENCE = "batch", "sequence"
 
 PORTABLE = "any"
 """Platform of a program that lowers everywhere: no kernel of one kind of chip is chosen."""
+Read = Callable[[Any, dict[str, Any]], Mapping[str, jax.Array]]
+"""A module with its weights and inputs by name to outputs by name."""
+ALONE = Layout(data=1, fsdp=1, remat=Remat.none)
+IMAGE, TOKENS, FEATURES, ENCODED, LOGITS = "image", "tokens", "features", "encoded", "logits"
+SEGMENTS = "segments"
+"""Array of an example that says where a text's tokens are; ``mask`` of a function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,17 +266,7 @@ def reference_device() -> Any:
         return jax.local_devices()[0]
 
 
-Read = Callable[[Any, dict[str, Any]], Mapping[str, jax.Array]]
-"""A module with its weights and inputs by name to outputs by name."""
-
-ALONE = Layout(data=1, fsdp=1, remat=Remat.none)
-
 TEXT = InferenceArray(shape=(BATCH, SEQUENCE), dtype="int32")
-
-IMAGE, TOKENS, FEATURES, ENCODED, LOGITS = "image", "tokens", "features", "encoded", "logits"
-
-SEGMENTS = "segments"
-"""Array of an example that says where a text's tokens are; ``mask`` of a function."""
 
 
 def exportable(

@@ -35,6 +35,13 @@ MODES = {
 
 NAMES = {"mean": TextPooling.mean, "cls": TextPooling.first, "max": TextPooling.maximum}
 """Values of its newer field ``pooling_mode``."""
+START, END, NO_TIMES = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
+LANGUAGE, TASK = "<|en|>", "<|transcribe|>"
+"""Language and task of a model that knows several, where its generation_config.json names no others."""
+SILENCE = ("<|nospeech|>", "<|nocaptions|>")
+"""Names of the token of no speech."""
+ROW = 1024
+"""Tokens of a row of text to score, or fewer where the model takes fewer."""
 
 
 def embedder(source: Source, texts: bool) -> Job:
@@ -169,15 +176,6 @@ def _pooling(file: Path) -> TextPooling:
     return known[0]
 
 
-START, END, NO_TIMES = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
-
-LANGUAGE, TASK = "<|en|>", "<|transcribe|>"
-"""Language and task of a model that knows several, where its generation_config.json names no others."""
-
-SILENCE = ("<|nospeech|>", "<|nocaptions|>")
-"""Names of the token of no speech."""
-
-
 def speech_job(source: Source, texts: bool) -> Job:
     """The job that writes down speech with a source's weights.
 
@@ -268,10 +266,6 @@ def _spoken(fields: Config, ids: Mapping[str, int], path: Path) -> tuple[int, in
     language, task = tokens
     known = fields.get("language") or forced.get(1)
     return language, task, "" if known else "English"
-
-
-ROW = 1024
-"""Tokens of a row of text to score, or fewer where the model takes fewer."""
 
 
 def job_of(source: Source, *, texts: bool = True) -> Job:

@@ -32,6 +32,12 @@ CHILD = "systolic.formats.onnx"
 
 MOST_BYTES = 2_000_000_000
 """Most bytes of weights in one file: protobuf's limit is 2 GiB."""
+MODEL, REQUEST, OUTCOME = "request.pkl", "request.json", "outcome.json"
+PARAMS, PROGRAM = "params.npz", "model.onnx"
+OPSET = 21
+"""Operator set of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it."""
+MOST_TAPS = 64
+"""Largest window that is pooled by slices."""
 
 
 def check_onnx(settings: ExportSettings) -> None:
@@ -155,17 +161,6 @@ def _run_child(work: Path, packages: Path, others: list[str]) -> None:
 def _child_outputs(work: Path, number: int) -> dict[str, np.ndarray]:
     with np.load(work / f"{number}.outputs.npz") as arrays:
         return dict(arrays)
-
-
-MODEL, REQUEST, OUTCOME = "request.pkl", "request.json", "outcome.json"
-
-PARAMS, PROGRAM = "params.npz", "model.onnx"
-
-OPSET = 21
-"""Operator set of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it."""
-
-MOST_TAPS = 64
-"""Largest window that is pooled by slices."""
 
 
 def main() -> int:

@@ -39,6 +39,11 @@ ADAPTERS = "adapter_config.json"
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Fields of a config.json with the tokens that a model takes at once."""
+OLDER = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers of other forms, which transformers makes a tokenizer.json of."""
+SAFETENSORS = ".safetensors"
+LARGE_BYTES = 1 << 20
+"""Size of a file whose time counts where only a sample of all files is compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,10 +221,6 @@ def kept_files(path: Path) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
 
 
-OLDER = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
-"""Files of tokenizers of other forms, which transformers makes a tokenizer.json of."""
-
-
 def tokenizer_of(source: "Source", vocab: int, *, texts: bool) -> Path | None:
     """The tokenizer.json of a source.
 
@@ -271,11 +272,6 @@ def _own_tokens(file: Path) -> int | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return max(ids, default=-1) + 1
-
-
-SAFETENSORS = ".safetensors"
-LARGE_BYTES = 1 << 20
-"""Size of a file whose time counts where only a sample of all files is compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

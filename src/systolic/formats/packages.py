@@ -38,6 +38,29 @@ REASONS = {
 
 PROGRESS = r"\d+%\|"
 """Part of a line that draws how far something is."""
+FOLDER = "packages"
+"""Name of the folder of all sets in the cache."""
+TOLD = 300
+"""Most characters of pip's message."""
+SETS: Mapping[str, tuple[str, ...]] = {
+    "litert": (
+        "litert-converter==0.5.0",
+        "ai-edge-litert==2.3.0",
+        "ai-edge-quantizer==0.10.0",
+        "immutabledict==4.3.1",
+        "tqdm==4.70.1",
+    ),
+    "onnx": (
+        "jax2onnx==0.17.1",
+        "onnx==1.23.2",
+        "onnx-ir==1.1.0",
+        "onnxruntime==1.32.0",
+        "sympy==1.14.0",
+        "mpmath==1.3.0",
+    ),
+}
+"""Purpose to packages. litert-converter asks, through xdsl, for an older typing-extensions than tyro does, and jax2onnx for an
+older orbax-checkpoint than this package; neither imports what it asks for there."""
 
 
 def run_module(
@@ -82,34 +105,6 @@ def last_line(log: Path) -> str:
         if lines
         else "it printed nothing; try it with less in memory"
     )
-
-
-FOLDER = "packages"
-"""Name of the folder of all sets in the cache."""
-
-TOLD = 300
-"""Most characters of pip's message."""
-
-
-SETS: Mapping[str, tuple[str, ...]] = {
-    "litert": (
-        "litert-converter==0.5.0",
-        "ai-edge-litert==2.3.0",
-        "ai-edge-quantizer==0.10.0",
-        "immutabledict==4.3.1",
-        "tqdm==4.70.1",
-    ),
-    "onnx": (
-        "jax2onnx==0.17.1",
-        "onnx==1.23.2",
-        "onnx-ir==1.1.0",
-        "onnxruntime==1.32.0",
-        "sympy==1.14.0",
-        "mpmath==1.3.0",
-    ),
-}
-"""Purpose to packages. litert-converter asks, through xdsl, for an older typing-extensions than tyro does, and jax2onnx for an
-older orbax-checkpoint than this package; neither imports what it asks for there."""
 
 
 def installed(purpose: str) -> Path | None:

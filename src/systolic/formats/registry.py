@@ -36,6 +36,7 @@ SAVED_MODEL = "saved_model.pb"
 """File of a SavedModel."""
 ROWS = 4
 """Examples of a comparison by default."""
+_HERE = "systolic.formats."
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -90,7 +91,6 @@ def _is_function(source: str) -> bool:
     return source.endswith(".py") or source.rpartition(":")[0].endswith(".py")
 
 
-_HERE = "systolic.formats."
 MODELS = (
     ModelFormat(
         "bundle",

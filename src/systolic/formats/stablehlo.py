@@ -24,6 +24,19 @@ MANIFEST, README = "manifest.json", "README.txt"
 KIND, FORMAT = "systolic-stablehlo", 1
 SUFFIX = ".bin"
 """Suffix of a program: jax.export's serialization (a FlatBuffer with StableHLO)."""
+LOADING = """\
+import glob
+import jax.export
+from safetensors.flax import load_file
+
+params = {{}}
+for file in glob.glob("weights*.safetensors"):
+    params |= load_file(file)
+program = jax.export.deserialize(bytearray(open("{program}", "rb").read()))
+inputs = {{{inputs}}}
+outputs = jax.jit(program.call)(params, inputs)  # {outputs}
+"""
+"""Python that reloads a program."""
 
 
 def export_stablehlo(
@@ -157,21 +170,6 @@ def _manifest(
         "labels": [],
         **described(model.job),
     }
-
-
-LOADING = """\
-import glob
-import jax.export
-from safetensors.flax import load_file
-
-params = {{}}
-for file in glob.glob("weights*.safetensors"):
-    params |= load_file(file)
-program = jax.export.deserialize(bytearray(open("{program}", "rb").read()))
-inputs = {{{inputs}}}
-outputs = jax.jit(program.call)(params, inputs)  # {outputs}
-"""
-"""Python that reloads a program."""
 
 
 def _readme(model: ExportableModel) -> str:

@@ -17,6 +17,24 @@ _AXIS = re.compile(r"'([^']+)'\s*=\s*(\d+)")
 _TURNED = re.compile(r"device_ids=\(?\[([\d,]+)\]T\(([\d,]+)\)")
 """All devices in order, as an array of that shape, transposed."""
 _NAMES = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+"""Opcodes without the suffixes ``-start`` and ``-done`` of their asynchronous halves."""
+SLICE = 100_000
+"""A device's number in a target is its slice, from 1, times this, plus its number in the slice."""
+_TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
+_TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_NUMBERS = r"\{(\d+(?::\d+)?(?:,\d+(?::\d+)?)*)\}"
+_PRODUCT = re.compile(rf'"{_NUMBERS}x{_NUMBERS}"')
+_GROUPS = re.compile(r"\{(\{\d+(,\d+)*\}(,\{\d+(,\d+)*\})*)\}")
+_PAIRS = re.compile(r"\{(\{\d+->\d+\}(,\{\d+->\d+\})*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,29 +162,6 @@ def _of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
     others = [n for n in range(len(pieces)) if n not in used]
     moved = ids.reshape(lengths).transpose(others + used)
     return tuple(map(tuple, moved.reshape(-1, math.prod(lengths[n] for n in used)).tolist()))
-
-
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
-"""Opcodes without the suffixes ``-start`` and ``-done`` of their asynchronous halves."""
-
-
-SLICE = 100_000
-"""A device's number in a target is its slice, from 1, times this, plus its number in the slice."""
-
-_TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})')
-_TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_NUMBERS = r"\{(\d+(?::\d+)?(?:,\d+(?::\d+)?)*)\}"
-_PRODUCT = re.compile(rf'"{_NUMBERS}x{_NUMBERS}"')
-_GROUPS = re.compile(r"\{(\{\d+(,\d+)*\}(,\{\d+(,\d+)*\})*)\}")
-_PAIRS = re.compile(r"\{(\{\d+->\d+\}(,\{\d+->\d+\})*)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,26 @@ MOST_CASES = 100
 """Cases after which a range is no longer split."""
 MOST_EACH = 64
 """Numbers of a range that are taken one by one."""
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
+MOST_STEPS = 20_000
+"""Steps that are run one by one before a loop's trip count is given up."""
+ENDLESS = 2**31 - 1
+"""Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
+MOST_STRIDES = 1024
+"""Runs of equal steps, such as those between two wraps of a counter; single steps beside them count too."""
+MOST_TURNS = 10_000
+"""Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
+MOST_SAME = 512
+"""Turns after which loops and branches that none of them decided are taken as decided by data."""
+MOST_WALKS = 20_000
+"""Runs of computations that are looked into for loops."""
+Shares = Mapping[tuple[int, ...], float]
+"""Sets of branches of which data decides, to the share of runs that leaves these open; of one branch where it is known."""
+State = dict[int, Value]
+"""Values of a loop's counters by their place in its tuple."""
+_CALLS = frozenset(("call", "conditional", "async-start", "call-start", "fusion"))
+MOST_DEVICES = 512
+"""Devices up to which each is looked at."""
 
 
 def cases_of(
@@ -111,21 +131,6 @@ class _Cases:
             yield Known(low, high)
 
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
-MOST_STEPS = 20_000
-"""Steps that are run one by one before a loop's trip count is given up."""
-ENDLESS = 2**31 - 1
-"""Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
-MOST_STRIDES = 1024
-"""Runs of equal steps, such as those between two wraps of a counter; single steps beside them count too."""
-MOST_TURNS = 10_000
-"""Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
-MOST_SAME = 512
-"""Turns after which loops and branches that none of them decided are taken as decided by data."""
-MOST_WALKS = 20_000
-"""Runs of computations that are looked into for loops."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopTrips:
     """Iterations of a loop in one run of the computation that holds it."""
@@ -143,10 +148,6 @@ class LoopTrips:
 
 
 NO_END = LoopTrips(least=0, most=None)
-
-
-Shares = Mapping[tuple[int, ...], float]
-"""Sets of branches of which data decides, to the share of runs that leaves these open; of one branch where it is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,10 +260,6 @@ class _Counted:
             held.keys() - rough.branches.get(name, {}).keys()
             for name, held in self.branches.items()
         )
-
-
-State = dict[int, Value]
-"""Values of a loop's counters by their place in its tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,9 +545,6 @@ class _LoopWalk:
         return frozenset(closed)
 
 
-_CALLS = frozenset(("call", "conditional", "async-start", "call-start", "fusion"))
-
-
 def _reads(computation: Computation, names: Iterable[str]) -> frozenset[int]:
     """Places in the argument's tuple that values depend on, as far as these can be known."""
     places, seen, left = set[int](), set[str](), list(names)
@@ -652,10 +646,6 @@ def _over(states: Iterable[State]) -> State:
 
 def _joined(visited: State, state: State) -> State:
     return {place: hull(visited[place], value) for place, value in state.items()}
-
-
-MOST_DEVICES = 512
-"""Devices up to which each is looked at."""
 
 
 def counts_of(module: Module) -> LoopCounts:

@@ -20,6 +20,14 @@ _INT = re.compile(r"-?\d+")
 
 MOST_CYCLES = 1 << 40
 """Larger estimates are sentinels: a compile at low effort prints them in place of cycles."""
+_FOLLOWED = frozenset(
+    {"copy", "copy-start", "copy-done", "bitcast", "slice-start", "slice-done"}
+    | {"get-tuple-element", "pad", "fusion"}
+)
+_STEPS = 6
+"""Operands followed before it is given up."""
+_SHARED = re.compile(r'"indices":\["(\d+)","(\d+)"\]')
+_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
 
 
 @dataclass(slots=True, eq=False)
@@ -270,14 +278,6 @@ def _value(text: str, start: int) -> str:
     return text[start:index].strip()
 
 
-_FOLLOWED = frozenset(
-    {"copy", "copy-start", "copy-done", "bitcast", "slice-start", "slice-done"}
-    | {"get-tuple-element", "pad", "fusion"}
-)
-_STEPS = 6
-"""Operands followed before it is given up."""
-
-
 def named(module: Module, computation: Computation, instruction: Instruction) -> Instruction:
     """The instruction itself if it has a name, else one it holds or copies; itself if none has."""
     at = instruction
@@ -303,10 +303,6 @@ def _held(module: Module, fused: Computation) -> Instruction | None:
         if inner.opcode == "fusion" and (held := _held(module, module.callee(inner, "calls"))):
             return held
     return None
-
-
-_SHARED = re.compile(r'"indices":\["(\d+)","(\d+)"\]')
-_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
 
 
 def aliases_of(instruction: Instruction) -> dict[int | None, int]:

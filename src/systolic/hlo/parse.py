@@ -13,6 +13,24 @@ _END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?(?:\s*//.*)?\s*")
 _LITERALS = ("parameter", "constant", "iota")
 """Opcodes whose operands are no names."""
 _INDEX = re.compile(r"/\*index=\d+\*/")
+_ASYNC = ("-start", "-update", "-done")
+OPCODES = frozenset(
+    """
+    abs acos acosh add add-dependency after-all all-gather all-reduce all-to-all and asin asinh async atan2
+    atanh batch-norm-grad batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast call cbrt ceil
+    cholesky clamp collective-broadcast collective-permute compare complex concatenate conditional constant convert
+    convolution copy cosh cosine count-leading-zeros custom-call divide domain dot dynamic-reshape dynamic-slice
+    dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather get-dimension-size
+    get-tuple-element imag infeed iota is-finite log log-plus-one logistic map maximum minimum mulhi multiply negate not
+    opt-barrier or outfeed pad parameter partition-id popcnt power ragged-all-to-all ragged-dot real recv reduce
+    reduce-precision reduce-scatter reduce-window remainder replica-id reshape reverse rng rng-bit-generator
+    rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select
+    select-and-scatter send set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh
+    slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
+    """.split()  # noqa: SIM905 a hundred names read better in lines
+)
+"""Opcodes of HLO (xla/hlo/ir/hlo_opcode.h); each may end in -start, -update or -done."""
+_GPU_MARKS = ("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config")
 
 
 def parse(text: str) -> Module:
@@ -169,26 +187,6 @@ def _closing(text: str, start: int) -> int:
     if end < 0:
         raise DataError(f"a parenthesis is not closed in {text[:60]!r}; the text may be damaged")
     return end
-
-
-_ASYNC = ("-start", "-update", "-done")
-OPCODES = frozenset(
-    """
-    abs acos acosh add add-dependency after-all all-gather all-reduce all-to-all and asin asinh async atan2
-    atanh batch-norm-grad batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast call cbrt ceil
-    cholesky clamp collective-broadcast collective-permute compare complex concatenate conditional constant convert
-    convolution copy cosh cosine count-leading-zeros custom-call divide domain dot dynamic-reshape dynamic-slice
-    dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather get-dimension-size
-    get-tuple-element imag infeed iota is-finite log log-plus-one logistic map maximum minimum mulhi multiply negate not
-    opt-barrier or outfeed pad parameter partition-id popcnt power ragged-all-to-all ragged-dot real recv reduce
-    reduce-precision reduce-scatter reduce-window remainder replica-id reshape reverse rng rng-bit-generator
-    rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select
-    select-and-scatter send set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh
-    slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
-    """.split()  # noqa: SIM905 a hundred names read better in lines
-)
-"""Opcodes of HLO (xla/hlo/ir/hlo_opcode.h); each may end in -start, -update or -done."""
-_GPU_MARKS = ("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config")
 
 
 def check(module: Module, *, newer: bool = False) -> None:

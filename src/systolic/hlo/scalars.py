@@ -50,6 +50,33 @@ DEEPEST = 200
 """Computations and tuples followed from a value to its origin before it counts as unknown."""
 MOST_VALUES = 3_000_000
 """Values that are found in a module before all others count as unknown: some ten seconds."""
+FIXED = 0
+"""Cells of one number: what was computed of it is not linear in it."""
+_IDEMPOTENT = frozenset(("and", "or", "minimum", "maximum"))
+"""Opcodes that give the number of equal ones."""
+_COUNTED = frozenset(("add", "multiply", "xor"))
+PASSING = frozenset(
+    """copy copy-start copy-done bitcast reshape transpose broadcast opt-barrier domain
+    add-dependency""".split()  # noqa: SIM905 names read better in lines
+)
+"""Opcodes whose result is their first operand."""
+_ELEMENTWISE = frozenset(
+    """add subtract multiply divide remainder negate abs sign minimum maximum clamp compare select and or xor not
+    shift-left shift-right-logical shift-right-arithmetic convert bitcast-convert is-finite""".split()  # noqa: SIM905
+)
+_IN_ROWS = PASSING | _ELEMENTWISE
+"""Opcodes that follow each other in long rows."""
+_FOLLOWED = (
+    PASSING
+    | _ELEMENTWISE
+    | MOVES
+    | frozenset(
+        """constant parameter get-tuple-element tuple fusion call while conditional partition-id
+        replica-id reduce all-reduce""".split()  # noqa: SIM905
+    )
+)
+_HALVES = frozenset(("X64Combine", "X64SplitLow", "X64SplitHigh"))
+_SHIFTS = frozenset(("shift-left", "shift-right-logical", "shift-right-arithmetic"))
 
 
 class TupleParts(Protocol):
@@ -85,10 +112,6 @@ class Turn(NamedTuple):
         bottom = self.lowest + (place << self.cell)
         left = bottom + (1 << self.cell) - 1 - self.at if step > 0 else self.at - bottom
         return left // abs(step)
-
-
-FIXED = 0
-"""Cells of one number: what was computed of it is not linear in it."""
 
 
 @dataclass
@@ -410,11 +433,6 @@ class Scope:
         return None if source is None else kind_of(source)
 
 
-_IDEMPOTENT = frozenset(("and", "or", "minimum", "maximum"))
-"""Opcodes that give the number of equal ones."""
-_COUNTED = frozenset(("add", "multiply", "xor"))
-
-
 def combiner(computation: Computation) -> str:
     """Opcode by which a reduction's computation combines its two arguments; empty where it does anything else."""
     root = computation.root
@@ -424,29 +442,6 @@ def combiner(computation: Computation) -> str:
         if name in computation.index and computation[name].opcode == "parameter"
     }
     return root.opcode if numbers == {"0", "1"} and len(root.operands) == 2 else ""
-
-
-PASSING = frozenset(
-    """copy copy-start copy-done bitcast reshape transpose broadcast opt-barrier domain
-    add-dependency""".split()  # noqa: SIM905 names read better in lines
-)
-"""Opcodes whose result is their first operand."""
-_ELEMENTWISE = frozenset(
-    """add subtract multiply divide remainder negate abs sign minimum maximum clamp compare select and or xor not
-    shift-left shift-right-logical shift-right-arithmetic convert bitcast-convert is-finite""".split()  # noqa: SIM905
-)
-_IN_ROWS = PASSING | _ELEMENTWISE
-"""Opcodes that follow each other in long rows."""
-_FOLLOWED = (
-    PASSING
-    | _ELEMENTWISE
-    | MOVES
-    | frozenset(
-        """constant parameter get-tuple-element tuple fusion call while conditional partition-id
-        replica-id reduce all-reduce""".split()  # noqa: SIM905
-    )
-)
-_HALVES = frozenset(("X64Combine", "X64SplitLow", "X64SplitHigh"))
 
 
 def is_followed(instruction: Instruction) -> bool:
@@ -602,9 +597,6 @@ def _of_predicates(opcode: str, operands: Sequence[Known]) -> Known:
             return YES if a.low != b.low else NO
         case _:
             return MAYBE
-
-
-_SHIFTS = frozenset(("shift-left", "shift-right-logical", "shift-right-arithmetic"))
 
 
 def _of_integers(on: Scalars, opcode: str, operands: Sequence[Known], kind: Kind) -> Known:

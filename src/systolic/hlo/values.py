@@ -17,6 +17,15 @@ from systolic.hlo.module import Instruction
 from systolic.hlo.shape import Shape, parse_shape
 
 Number = int | float
+MOST_ELEMENTS = 16
+"""Elements of the largest array of which they are followed one by one."""
+LONGEST = 16_384
+"""Elements of the longest table: a turn of an outer loop for each."""
+_SLICES = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
+MOVES = frozenset(
+    ("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "iota", "reverse")
+)
+"""Opcodes that arrange elements."""
 
 
 class Known(NamedTuple):
@@ -132,17 +141,7 @@ def rounded(number: float, kind: Kind) -> float:
         return math.copysign(math.inf, number)
 
 
-MOST_ELEMENTS = 16
-"""Elements of the largest array of which they are followed one by one."""
-LONGEST = 16_384
-"""Elements of the longest table: a turn of an outer loop for each."""
-_SLICES = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _WORDS = {"true": YES, "false": NO}
-
-MOVES = frozenset(
-    ("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "iota", "reverse")
-)
-"""Opcodes that arrange elements."""
 
 
 def small(shape: Shape) -> bool:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from systolic.inference.model import TrainedModel
     from systolic.steps.step_functions import StepFunctions
 
+EXACT, JSON = "exact", "json"
+GREEDY = Sampling(temperature=0.0)
+Score = Callable[..., Any]
+
 
 class HaltedError(Exception):
     """Evaluation ended early by its ``halt``."""
@@ -145,11 +149,6 @@ def splits(job: Job, chosen: Split | None) -> list[Split]:
         )
         raise OptionError(f"{job.name} has no {chosen.value} data; choose --split {others}")
     return held_out if chosen is None else [chosen]
-
-
-EXACT, JSON = "exact", "json"
-GREEDY = Sampling(temperature=0.0)
-Score = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

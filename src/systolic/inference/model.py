@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 """``role`` and ``content`` of each message of a chat."""
+Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
+"""A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
+Metrics = dict[str, float]
+"""Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
 
 def several(prompts: str | Messages | Sequence[str | Messages]) -> list[Any]:
@@ -128,12 +132,6 @@ def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
             "the prompt has a system message and another one is given; leave one of them out"
         )
     return [{"role": "system", "content": system}, *prompt]
-
-
-Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
-"""A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
-Metrics = dict[str, float]
-"""Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
 
 @with_types

@@ -34,6 +34,12 @@ from systolic.steps.tasks import ArrayClassification
 
 UNREADABLE = (DataError, NotFoundError, OSError)
 """Errors of a file that do not affect the others."""
+WINDOWS = 8
+"""Fewest windows per call, rounded up to a multiple of the devices."""
+SHORTEST = 8
+"""Fewest tokens of a row."""
+ROWS = 256
+"""Most rows of a call."""
 
 
 def predictions(
@@ -175,10 +181,6 @@ def named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, 
     return {name: value.tolist() for name, value in output.items()}
 
 
-WINDOWS = 8
-"""Fewest windows per call, rounded up to a multiple of the devices."""
-
-
 def transcriptions(
     steps: StepFunctions, weights: Weights, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -227,10 +229,6 @@ class _Scribe:
         for file, example in waiting:
             spoken = self._reader.spoken(example, [next(outputs) for _ in example.rows])
             yield file, {"text": joined(spoken)}
-
-
-SHORTEST = 8
-"""Fewest tokens of a row."""
 
 
 def embeddings(
@@ -282,10 +280,6 @@ def is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):
         return False
-
-
-ROWS = 256
-"""Most rows of a call."""
 
 
 def are_rows(data: Data) -> bool:

@@ -30,6 +30,8 @@ FEATURES = "features"
 PROMPT = "prompt"
 """Ids that a recording's text starts with."""
 TOKENS = "tokens"
+Output = Mapping[str, np.ndarray]
+"""Outputs of a row by name."""
 
 
 class Form(ABC):
@@ -309,10 +311,6 @@ class Predictor:
     def up(self, rows: int) -> int:
         """The least number of rows, at least ``rows``, that the devices divide."""
         return -(-rows // self.form.ways) * self.form.ways
-
-
-Output = Mapping[str, np.ndarray]
-"""Outputs of a row by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from systolic.inference.model import TrainedModel
 
+NPZ = ".npz"
+OUT_ROWS = ".jsonl", ".csv", ".tsv"
+
 
 class Finish(StrEnum):
     """Why a text ended."""
@@ -87,10 +90,6 @@ def _overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` that are the start of ``stop``."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
-
-
-NPZ = ".npz"
-OUT_ROWS = ".jsonl", ".csv", ".tsv"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST = 32
+"""Most rows of a call for files."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Row:
@@ -34,10 +37,6 @@ class Bucket:
     def positions(self) -> int:
         """Rows, or rows x length."""
         return self.rows * (self.length or 1)
-
-
-MOST = 32
-"""Most rows of a call for files."""
 
 
 def enough(examples: int) -> int:

@@ -18,6 +18,35 @@ if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
+RESERVED_TERMS = frozenset(
+    [
+        "kind",
+        "step",
+        "time",
+        "elapsed",
+        "name",
+        "detail",
+        "prompt",
+        "text",
+        "terms",
+        "bad",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "examples_per_second",
+        "num_steps",
+        "step_seconds",
+        "forecast_step_seconds",
+        "forecast_ratio",
+        "mfu",
+        "data_wait",
+        "device_wait",
+        "memory_bytes",
+        "eta_seconds",
+    ]
+)
+"""Names in the records of training steps that no term of a task may have."""
+
 
 class Target(Protocol):
     """Target of a program. Models choose kernels and shardings by it, never by the host's devices."""
@@ -328,36 +357,6 @@ class Mean(NamedTuple):
     """f32[]: sum of weighted values."""
     weight: "jax.Array"
     """f32[]: sum of weights."""
-
-
-RESERVED_TERMS = frozenset(
-    [
-        "kind",
-        "step",
-        "time",
-        "elapsed",
-        "name",
-        "detail",
-        "prompt",
-        "text",
-        "terms",
-        "bad",
-        "learning_rate",
-        "grad_norm",
-        "tokens_per_second",
-        "examples_per_second",
-        "num_steps",
-        "step_seconds",
-        "forecast_step_seconds",
-        "forecast_ratio",
-        "mfu",
-        "data_wait",
-        "device_wait",
-        "memory_bytes",
-        "eta_seconds",
-    ]
-)
-"""Names in the records of training steps that no term of a task may have."""
 
 
 class Task(ABC):

@@ -41,6 +41,8 @@ OF: Mapping[str, Sequence[str]] = {
     "keep": ("tpu-vm",),
 }
 """Platforms that use each option, in addition to those in :data:`~systolic.launching.platforms.READS`."""
+TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", "--json")
+"""Options of ``systolic serve`` that the launch sets."""
 
 
 def check_platform(via: str, options: Mapping[str, Any]) -> None:
@@ -149,10 +151,6 @@ def check_sizes(request: LaunchRequest, command: Request[Any], job: Job) -> None
 def _check_layout(job: Job, num_devices: int, num_slices: int, intended: int | None) -> None:
     fewer = None if intended is None else on_fewer(job, intended, num_devices, num_slices)
     (job if fewer is None else fewer.job).on(num_devices, num_slices)
-
-
-TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", "--json")
-"""Options of ``systolic serve`` that the launch sets."""
 
 
 def served_words(serve: str | Sequence[str]) -> list[str]:

@@ -48,6 +48,7 @@ Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows th
 
 STEPS = ("--submit", "--show", "--quiet")
 """Options that say what this command does, not what is launched."""
+NAME = Wording("the name of a launch or its folder")
 
 
 @command_of
@@ -319,9 +320,6 @@ def written(
     )
     reporter().update(result)
     return replace(result, record=lifecycle.submit(result.record)) if submit else result
-
-
-NAME = Wording("the name of a launch or its folder")
 
 
 @command_of

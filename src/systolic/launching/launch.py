@@ -23,6 +23,14 @@ _WORDS = frozenset(
     ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf", "infinity")
 )
 """Words that YAML 1.1 or 1.2 reads as a boolean, null or a number, in any case; some with a dot or sign before them."""
+HOUR = 3600.0
+REJOIN_SECONDS = 300
+CHIPS_PER_NODE = 4
+"""Chips of a node in GKE's pools of TPU slices (xpk's machine types end in ``-4t``); a single chip has a node of its own."""
+GONE = 3
+"""Exit code of a stop script that finds the launch already ended."""
+CODE = "code"
+"""Folder of the recipe's files, inside the launch's folder."""
 
 
 def one_line(words: Iterable[str]) -> str:
@@ -86,16 +94,6 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-
-
-HOUR = 3600.0
-REJOIN_SECONDS = 300
-CHIPS_PER_NODE = 4
-"""Chips of a node in GKE's pools of TPU slices (xpk's machine types end in ``-4t``); a single chip has a node of its own."""
-GONE = 3
-"""Exit code of a stop script that finds the launch already ended."""
-CODE = "code"
-"""Folder of the recipe's files, inside the launch's folder."""
 
 
 class Purchase(enum.Enum):

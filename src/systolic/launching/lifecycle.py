@@ -48,6 +48,14 @@ from systolic.launching.supervisor import (
 from systolic.runs import manifest
 from systolic.runs.access import is_held
 
+NOTHING = (
+    "Error from server (NotFound): ",
+    "No resources found",
+    "error: the server doesn't have a resource type",
+)
+"""Messages of kubectl when there is nothing to delete."""
+NOT_SUBMITTED = "written, not submitted; nothing to stop"
+
 
 def check_free(launch: Launch, folder: Path, via: str) -> None:
     """Checks that no launch of the same name is running, and that the folder is free or from the same launch.
@@ -216,15 +224,6 @@ def _start(launched: Launched, words: Sequence[str]) -> None:
     if done.returncode:
         raise RunError(f"{shlex.join(words)} could not be started in {launched.folder}")
     write_line(launched.path / PROCESS, identity(int(done.stdout)))
-
-
-NOTHING = (
-    "Error from server (NotFound): ",
-    "No resources found",
-    "error: the server doesn't have a resource type",
-)
-"""Messages of kubectl when there is nothing to delete."""
-NOT_SUBMITTED = "written, not submitted; nothing to stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,22 @@ READS: Mapping[str, Sequence[str]] = {
 """Fields of :class:`Site` that each platform uses."""
 FEWER = ("local", "tpu-vm")
 """Platforms where a script of this package can start fewer slices."""
+PYTHON = "python"
+CLIENTS: Mapping[str, str] = {
+    "kubectl": "https://kubernetes.io/docs/tasks/tools",
+    "gcloud": "https://cloud.google.com/sdk/docs/install",
+    "docker": "https://docs.docker.com/engine/install",
+    "sky": "pip install 'skypilot[gcp]' in an environment of its own",
+    "sbatch": "run this where Slurm's commands are",
+}
+"""Client to where it is from."""
+NEEDS: Mapping[str, Sequence[str]] = {
+    "tpu-vm": ("bash", "gcloud"),
+    "skypilot": ("bash", "sky"),
+    "docker": ("bash",),
+}
+"""Platform to clients that its scripts call."""
+CHUNK_BYTES = 1 << 16
 
 
 def prepare(via: str, launch: Launch) -> Prepared:
@@ -85,24 +101,6 @@ def check_fewer(via: str, launch: Launch) -> None:
         raise OptionError(
             f"--min-slices is {fewest}, but {on.name} has {has}, so none could be dropped; give fewer, or leave it out"
         )
-
-
-PYTHON = "python"
-CLIENTS: Mapping[str, str] = {
-    "kubectl": "https://kubernetes.io/docs/tasks/tools",
-    "gcloud": "https://cloud.google.com/sdk/docs/install",
-    "docker": "https://docs.docker.com/engine/install",
-    "sky": "pip install 'skypilot[gcp]' in an environment of its own",
-    "sbatch": "run this where Slurm's commands are",
-}
-"""Client to where it is from."""
-NEEDS: Mapping[str, Sequence[str]] = {
-    "tpu-vm": ("bash", "gcloud"),
-    "skypilot": ("bash", "sky"),
-    "docker": ("bash",),
-}
-"""Platform to clients that its scripts call."""
-CHUNK_BYTES = 1 << 16
 
 
 def check_client(client: str) -> None:

@@ -58,6 +58,8 @@ EXTRAS: Mapping[str, Sequence[str]] = {
     "cpu": ("text", "image", "audio"),
 }
 """Extras of this package to install, by platform of the slice."""
+FIELDS = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
+"""Options of :func:`systolic.launch` that are fields of a request as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +151,6 @@ def _source(recipe: Recipe, options: Mapping[str, Any], typed: Mapping[str, Any]
     return JobSource(
         recipe=recipe, options=arguments_of(recipe, options), given=frozenset(map(dashed, typed))
     )
-
-
-FIELDS = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
-"""Options of :func:`systolic.launch` that are fields of a request as they are."""
 
 
 def request_of(

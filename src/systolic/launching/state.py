@@ -34,6 +34,14 @@ WRITTEN = "written"
 """Phase of a launch whose files are written, and that was not submitted."""
 SUBMIT_FAILED = "submit failed"
 """Phase of a launch that could not be submitted; what was created before that is still there."""
+HOUR = 3600.0
+LIBRARY = re.compile(
+    r"\[Gloo\]|[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] "
+    r"|WARNING: All log messages before absl"
+)
+"""Start of a line that Gloo or XLA has printed."""
+RECENT_LINES = 200
+"""Number of last lines among which the training's own is looked for."""
 
 
 class ShownState(SupervisorState, frozen=True, kw_only=True):
@@ -145,9 +153,6 @@ def _told(words: Sequence[str]) -> LaunchPhase:
     if state in ("exited", "dead"):
         return LaunchPhase(name="failed") if code is None else _after(int(code[1]))
     return LaunchPhase(name="running")
-
-
-HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,15 +315,6 @@ def _up(text: str, begun: float, now: float, slices: int) -> tuple[float, bool]:
         elif what == "down" and up is not None:
             total, up = total + share * (float(seconds) - up), None
     return (total, False) if up is None else (total + share * (now - up), up < now)
-
-
-LIBRARY = re.compile(
-    r"\[Gloo\]|[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] "
-    r"|WARNING: All log messages before absl"
-)
-"""Start of a line that Gloo or XLA has printed."""
-RECENT_LINES = 200
-"""Number of last lines among which the training's own is looked for."""
 
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:

@@ -27,6 +27,66 @@ GENERATION = "generation_config.json"
 
 Config = Mapping[str, Any]
 """Fields of a config.json."""
+HOMES = {
+    "bert": "systolic.models.encoder.family",
+    "deepseek_v2": "systolic.models.decoder.families.deepseek",
+    "deepseek_v3": "systolic.models.decoder.families.deepseek",
+    "gemma2": "systolic.models.decoder.families.gemma",
+    "gemma3": "systolic.models.decoder.families.gemma",
+    "gemma3_text": "systolic.models.decoder.families.gemma",
+    "gpt2": "systolic.models.decoder.families.gpt",
+    "gpt_oss": "systolic.models.decoder.families.gpt",
+    "llama": "systolic.models.decoder.families.llama",
+    "mistral": "systolic.models.decoder.families.llama",
+    "mixtral": "systolic.models.decoder.families.llama",
+    "mobilenet_v2": "systolic.models.vision.families",
+    "qwen2": "systolic.models.decoder.families.llama",
+    "qwen3": "systolic.models.decoder.families.llama",
+    "qwen3_moe": "systolic.models.decoder.families.llama",
+    "resnet": "systolic.models.vision.families",
+    "vit": "systolic.models.vision.families",
+    "whisper": "systolic.models.whisper.families",
+}
+"""Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""
+WITHOUT_EFFECT = (
+    r"_.*|architectures|model_type|torch_dtype|dtype|transformers(\.js|_)?.*version|unsloth_.*",
+    r".*_token_ids?|.*_token_index|forced_.*|(begin_)?suppress_tokens|max_length|decoder_start.*",
+    r"use_cache|return_dict.*|output_.*|use_return_dict|torchscript|gradient_checkpointing|cache_implementation",
+    r".*dropout.*|.*_pdrop|.*drop_?path.*|.*layerdrop|init(ializer)?_.*|router_jitter_noise|rescale_prenorm_residual",
+    r".*aux_loss.*|ep_size|seq_aux|pretraining_tp|num_nextn_predict_layers|chunk_size_feed_forward",
+    r"id2label|label2id|num_labels|problem_type|task_specific_params|finetuning_task|summary_.*|classifier_.*",
+    r"apply_spec_augment|mask_(time|feature)_.*|median_filter_width|use_weighted_layer_sum|encoder_stride",
+    r"use_sliding_window|add_cross_attention|reorder_and_upcast_attn|stage_names|pooler_(act|output_size)|out_(features|indices)|semantic_loss_.*",
+    r"is_encoder_decoder|tie_encoder_decoder|use_bfloat16|max_position_embeddings|quantization_config",
+    r"vision_config|image_size|mm_.*|n_ctx|initial_context_length|original_max_position_embeddings",
+)
+
+
+"""Patterns (full matches) of names that change no output: tokens, dropout, losses, first weights, other heads, other parts of a model."""
+WINDOWS = ("sliding_window", "max_window_layers")
+
+
+"""Fields that ``use_sliding_window`` switches off."""
+LATENT = {"head_dim", "intermediate_size", "num_key_value_heads", "qk_head_dim"}
+ELSEWHERE = {
+    "deepseek_v2": LATENT | {"n_group", "scoring_func", "topk_group"},
+    "deepseek_v3": LATENT | {"rope_interleave"},
+    "gemma3": {"tie_word_embeddings"},
+    "qwen3_moe": {"intermediate_size"},
+}
+
+
+"""Fields of a family that follow from others, that only some values of others give an effect, or that its conversion reads."""
+FULL = "full_attention"
+
+
+"""Kind of layer that ``layer_types`` changes nothing with."""
+NESTED = "text_config"
+
+
+"""Field with the fields of a language model that is a part of another."""
+FAMILY = 6
+"""Models of a family that a message names."""
 
 
 def as_given(config: Config, tensors: "Tensors") -> "tuple[Config, Tensors]":
@@ -64,29 +124,6 @@ class Family:
 
     To be applied to what a folder holds, before anything else.
     """
-
-
-HOMES = {
-    "bert": "systolic.models.encoder.family",
-    "deepseek_v2": "systolic.models.decoder.families.deepseek",
-    "deepseek_v3": "systolic.models.decoder.families.deepseek",
-    "gemma2": "systolic.models.decoder.families.gemma",
-    "gemma3": "systolic.models.decoder.families.gemma",
-    "gemma3_text": "systolic.models.decoder.families.gemma",
-    "gpt2": "systolic.models.decoder.families.gpt",
-    "gpt_oss": "systolic.models.decoder.families.gpt",
-    "llama": "systolic.models.decoder.families.llama",
-    "mistral": "systolic.models.decoder.families.llama",
-    "mixtral": "systolic.models.decoder.families.llama",
-    "mobilenet_v2": "systolic.models.vision.families",
-    "qwen2": "systolic.models.decoder.families.llama",
-    "qwen3": "systolic.models.decoder.families.llama",
-    "qwen3_moe": "systolic.models.decoder.families.llama",
-    "resnet": "systolic.models.vision.families",
-    "vit": "systolic.models.vision.families",
-    "whisper": "systolic.models.whisper.families",
-}
-"""Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""
 
 
 def family(config: Config, source: str) -> Family:
@@ -128,55 +165,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise DataError(f"{file} is no JSON object; give a config.json of transformers")
     return config
-
-
-WITHOUT_EFFECT = (
-    r"_.*|architectures|model_type|torch_dtype|dtype|transformers(\.js|_)?.*version|unsloth_.*",
-    r".*_token_ids?|.*_token_index|forced_.*|(begin_)?suppress_tokens|max_length|decoder_start.*",
-    r"use_cache|return_dict.*|output_.*|use_return_dict|torchscript|gradient_checkpointing|cache_implementation",
-    r".*dropout.*|.*_pdrop|.*drop_?path.*|.*layerdrop|init(ializer)?_.*|router_jitter_noise|rescale_prenorm_residual",
-    r".*aux_loss.*|ep_size|seq_aux|pretraining_tp|num_nextn_predict_layers|chunk_size_feed_forward",
-    r"id2label|label2id|num_labels|problem_type|task_specific_params|finetuning_task|summary_.*|classifier_.*",
-    r"apply_spec_augment|mask_(time|feature)_.*|median_filter_width|use_weighted_layer_sum|encoder_stride",
-    r"use_sliding_window|add_cross_attention|reorder_and_upcast_attn|stage_names|pooler_(act|output_size)|out_(features|indices)|semantic_loss_.*",
-    r"is_encoder_decoder|tie_encoder_decoder|use_bfloat16|max_position_embeddings|quantization_config",
-    r"vision_config|image_size|mm_.*|n_ctx|initial_context_length|original_max_position_embeddings",
-)
-
-
-"""Patterns (full matches) of names that change no output: tokens, dropout, losses, first weights, other heads, other parts of a model."""
-
-
-WINDOWS = ("sliding_window", "max_window_layers")
-
-
-"""Fields that ``use_sliding_window`` switches off."""
-
-
-LATENT = {"head_dim", "intermediate_size", "num_key_value_heads", "qk_head_dim"}
-
-
-ELSEWHERE = {
-    "deepseek_v2": LATENT | {"n_group", "scoring_func", "topk_group"},
-    "deepseek_v3": LATENT | {"rope_interleave"},
-    "gemma3": {"tie_word_embeddings"},
-    "qwen3_moe": {"intermediate_size"},
-}
-
-
-"""Fields of a family that follow from others, that only some values of others give an effect, or that its conversion reads."""
-
-
-FULL = "full_attention"
-
-
-"""Kind of layer that ``layer_types`` changes nothing with."""
-
-
-NESTED = "text_config"
-
-
-"""Field with the fields of a language model that is a part of another."""
 
 
 @cache
@@ -251,10 +239,6 @@ def _candidates(fields: Config, skipped: set[str]) -> list[str]:
         for name, value in fields.items()
         if value is not None and name not in skipped and not _known().fullmatch(name)
     ]
-
-
-FAMILY = 6
-"""Models of a family that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)

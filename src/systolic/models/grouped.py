@@ -18,6 +18,19 @@ from systolic.chips import usual
 from systolic.job import Target
 from systolic.models.quantized.codes import Quantized
 
+ROWS = (128, 256, 512)
+"""Heights of a tile of rows."""
+LEAST_ROWS = 8
+"""Rows of XLA's own kernel: sublanes of a register."""
+ARRAY_ROWS: int = usual("tpu")["rows_per_weights"].value
+"""Rows of a tile that take as long as fewer do."""
+VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
+"""Memory of a kernel's windows and sums."""
+FLOPS_PER_BYTE: float = usual("tpu")["flops_per_hbm_byte"].value
+"""Work that a byte counts which is fetched again."""
+STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
+"""Work that a step of the grid counts beside its own."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,20 +61,6 @@ class Layered:
         flat = jax.tree.map(lambda a: a.reshape(layers * experts, *a.shape[2:]), self.stack)
         none = jnp.zeros((layers * experts,), sizes.dtype)
         return flat, jax.lax.dynamic_update_slice(none, sizes, (self.number * experts,))
-
-
-ROWS = (128, 256, 512)
-"""Heights of a tile of rows."""
-LEAST_ROWS = 8
-"""Rows of XLA's own kernel: sublanes of a register."""
-ARRAY_ROWS: int = usual("tpu")["rows_per_weights"].value
-"""Rows of a tile that take as long as fewer do."""
-VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
-"""Memory of a kernel's windows and sums."""
-FLOPS_PER_BYTE: float = usual("tpu")["flops_per_hbm_byte"].value
-"""Work that a byte counts which is fetched again."""
-STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
-"""Work that a step of the grid counts beside its own."""
 
 
 def grouped_product(

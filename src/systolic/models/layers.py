@@ -14,6 +14,14 @@ from systolic.models.quantized.codes import Quantized
 from systolic.models.vision.config import Pixels
 
 __all__ = ["name", "rematerialise"]
+TRUNCATED_DEVIATION = 0.879625657
+"""Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+BATCH_NORM_MOMENTUM = 0.9
+"""Share of the old running statistics kept per step (He et al. 2016)."""
+DEVIATION = "deviation"
+"""Name of the standard deviation that a parameter carries."""
+STREAM = ("batch", "residual_sequence", "residual_embed")
+"""Logical names of its dims, [batch, sequence, d_model]."""
 
 
 def rematerialise(
@@ -44,10 +52,6 @@ def rematerialise(
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
-TRUNCATED_DEVIATION = 0.879625657
-"""Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
-
-
 def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -62,14 +66,6 @@ def weight(
     value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     # What is cut off takes spread with it, which the scale gives back.
     return nnx.Param(value * (gain / (TRUNCATED_DEVIATION * fan_in**0.5)), out_sharding=axes)
-
-
-BATCH_NORM_MOMENTUM = 0.9
-"""Share of the old running statistics kept per step (He et al. 2016)."""
-
-
-DEVIATION = "deviation"
-"""Name of the standard deviation that a parameter carries."""
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -340,10 +336,6 @@ class Head(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, features] to [batch, num_classes]."""
         return self.target.constrain(x @ self.kernel[...] + self.bias[...], "batch", "vocab")
-
-
-STREAM = ("batch", "residual_sequence", "residual_embed")
-"""Logical names of its dims, [batch, sequence, d_model]."""
 
 
 def gathered(target: Target, x: jax.Array) -> jax.Array:

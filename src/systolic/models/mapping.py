@@ -20,6 +20,7 @@ SHOWN = 8
 """Names of missing or unknown tensors in a message."""
 ALIGNMENT = 64
 """Bytes that JAX on a CPU wants a buffer aligned to; it then takes the buffer as it is, without a copy."""
+Pieces = Sequence[Array]
 
 
 class Tensor(Protocol):
@@ -42,8 +43,6 @@ class Tensor(Protocol):
 
 Tensors = Mapping[str, Tensor]
 """Tensors of a model's files by their names there."""
-
-Pieces = Sequence[Array]
 
 
 def as_they_are(pieces: Pieces) -> Pieces:

@@ -45,6 +45,25 @@ _FROZEN_BYTES: Mapping[AdapterKind, float] = {
     AdapterKind.qlora: 0.5 + 2.0 / 64,
 }
 """Bytes per frozen parameter in bf16, or in 4 bits with a scale for 64: a lower bound, since embeddings are not in 4 bits."""
+FOLDER = Path(__file__).parent
+EFFICIENCY: float = constant("analytic.efficiency", FOLDER)
+REREAD: float = constant("analytic.reread", FOLDER)
+HIDDEN: float = constant("analytic.hidden", FOLDER)
+EXPOSED: float = constant("analytic.exposed", FOLDER)
+WORKING: float = constant("analytic.working", FOLDER)
+LIVE_LOGIT: float = constant("analytic.live_logit", FOLDER)
+GATHERED: float = constant("analytic.gathered", FOLDER)
+VISIBLE = {Axis[name]: share for name, share in constant("analytic.visible", FOLDER).items()}
+HALF = 2.0
+"""Bytes of a bf16 element."""
+WHOLE = 4.0
+"""Bytes of an f32 element."""
+LOGIT_BYTES = 8.0
+"""Bytes of a logit in bf16 and in f32, and of its gradient."""
+ACCUMULATES = 4.0
+"""Memory moves of a pass's gradients when they are summed: write, read both, write."""
+RESERVED = 1.005
+"""Tolerance for rounding by which a memory bound may exceed the compiler's need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,27 +158,6 @@ def facts_of(job: Job) -> Facts:
         forward_flops=forward,
         parameters=parameters,
     )
-
-
-FOLDER = Path(__file__).parent
-EFFICIENCY: float = constant("analytic.efficiency", FOLDER)
-REREAD: float = constant("analytic.reread", FOLDER)
-HIDDEN: float = constant("analytic.hidden", FOLDER)
-EXPOSED: float = constant("analytic.exposed", FOLDER)
-WORKING: float = constant("analytic.working", FOLDER)
-LIVE_LOGIT: float = constant("analytic.live_logit", FOLDER)
-GATHERED: float = constant("analytic.gathered", FOLDER)
-VISIBLE = {Axis[name]: share for name, share in constant("analytic.visible", FOLDER).items()}
-HALF = 2.0
-"""Bytes of a bf16 element."""
-WHOLE = 4.0
-"""Bytes of an f32 element."""
-LOGIT_BYTES = 8.0
-"""Bytes of a logit in bf16 and in f32, and of its gradient."""
-ACCUMULATES = 4.0
-"""Memory moves of a pass's gradients when they are summed: write, read both, write."""
-RESERVED = 1.005
-"""Tolerance for rounding by which a memory bound may exceed the compiler's need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,6 +64,12 @@ program chooses its mesh and batch. A slice where it fails is listed with the re
 
 Exits with 1 when nothing fits and meets the goal. systolic train RECIPE --plan plan.json runs the plan.
 systolic plan RECIPE --help shows the recipe's options."""
+FREE = ("batch", "precision")
+FINALISTS = 2
+"""Full compiles of a search where none are given."""
+GOALS = (Objective.cost, Objective.time)
+"""Goals that rank slices for a program."""
+ANY = "any"
 
 
 @command_of
@@ -177,9 +183,6 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         return file.kept(searched(search, wanted, conditions))
 
 
-FREE = ("batch", "precision")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """A goal as it was asked for, before the job's own work and the slices fill in the rest."""
@@ -244,10 +247,6 @@ def goal_of(facts: "Facts", slices: Sequence[Slice], wanted: Wanted) -> Goal:
         price=wanted.price,
         chip_usd=wanted.chip_usd,
     )
-
-
-FINALISTS = 2
-"""Full compiles of a search where none are given."""
 
 
 def full_compiles(wanted: Wanted, finalists: int | None) -> int:
@@ -349,10 +348,6 @@ def searched(search: "Search", wanted: Wanted, conditions: "Conditions") -> "Pla
     return replace(plan, notes=(*before, *after))
 
 
-GOALS = (Objective.cost, Objective.time)
-"""Goals that rank slices for a program."""
-
-
 @command_of
 @explained_by(plan, forecast_command)
 def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
@@ -442,9 +437,6 @@ def _corrected(ranking: "Ranking") -> list[str]:
     return told_of_steps(
         [forecast.timeline for forecast in forecasts if forecast.timeline is not None]
     )
-
-
-ANY = "any"
 
 
 def all_slices(

@@ -39,6 +39,16 @@ PRIOR = 0.25
 """Prior standard deviation of a feature's weight."""
 CHIPS = 12
 """Most kinds of chip that get a feature of their own."""
+OPTIMISM = 0.5
+"""Standard deviations below the expected time in an optimistic estimate."""
+KEEP = 300
+"""Fewest layouts of a slice that are kept, by their estimates."""
+KEEP_ALL = 6000
+"""Layouts of all slices that are kept where there are fewer than this over :data:`KEEP` slices."""
+MOST_CHANGES = 2
+"""Most of mesh, passes and rematerialisation that a neighbour changes."""
+Kind = frozenset[Group | ChangedPart]
+"""Parts of a candidate that a neighbour changes."""
 
 
 @dataclass
@@ -111,10 +121,6 @@ class Correction:
 def likely(need: float, have: float) -> float:
     """Probability that an expected need of ``need`` bytes fits ``have``, for estimates off by about 15 %."""
     return 1.0 / (1.0 + math.exp(min((need / have - 1.0) / 0.06, 50.0)))
-
-
-OPTIMISM = 0.5
-"""Standard deviations below the expected time in an optimistic estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,12 +216,6 @@ class Judge:
             self.time_off.learn(ranked.candidate, ratio)
 
 
-KEEP = 300
-"""Fewest layouts of a slice that are kept, by their estimates."""
-KEEP_ALL = 6000
-"""Layouts of all slices that are kept where there are fewer than this over :data:`KEEP` slices."""
-
-
 @dataclass
 class Survey:
     """Survey of the search space: candidates to compile in ``queue``, the others in ``refused``."""
@@ -307,13 +307,6 @@ class Survey:
         """Records layouts of a slice (all with None) that are not searched."""
         refused = Refused(on=on, layouts=layouts, rule=rule, reason=reason, miss=miss)
         self.refused.append(refused)
-
-
-MOST_CHANGES = 2
-"""Most of mesh, passes and rematerialisation that a neighbour changes."""
-
-Kind = frozenset[Group | ChangedPart]
-"""Parts of a candidate that a neighbour changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,23 +6,7 @@ from dataclasses import dataclass
 from systolic.chips import Slice
 from systolic.chips.flags import merged, name_of, shared_flags
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlagSet:
-    """Flags that belong together; none that :data:`systolic.chips.flags.UNRANKED` has."""
-
-    name: str
-    flags: tuple[str, ...]
-    why: str
-    generations: tuple[str, ...]
-    """Chip generations that it is for."""
-    most_chips: int = 10**6
-    """Chips of a slice up to which it is tried early; on larger ones after the other sets."""
-
-
 _PLUS = " + "
-DEFAULT = FlagSet(name="default", flags=(), why="what all jobs on the chip share", generations=())
-
 _ASYNC = (
     "--xla_tpu_enable_async_collective_fusion=true",
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
@@ -47,6 +31,23 @@ _HOST = (
     "--xla_tpu_scheduler_percent_shared_memory_limit=100",
     "--xla_latency_hiding_scheduler_rerun=2",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlagSet:
+    """Flags that belong together; none that :data:`systolic.chips.flags.UNRANKED` has."""
+
+    name: str
+    flags: tuple[str, ...]
+    why: str
+    generations: tuple[str, ...]
+    """Chip generations that it is for."""
+    most_chips: int = 10**6
+    """Chips of a slice up to which it is tried early; on larger ones after the other sets."""
+
+
+DEFAULT = FlagSet(name="default", flags=(), why="what all jobs on the chip share", generations=())
+
 
 SETS: Sequence[FlagSet] = (
     FlagSet(

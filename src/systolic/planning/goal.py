@@ -14,6 +14,15 @@ from systolic.core.machine import bounded
 from systolic.core.units import dollars, duration
 from systolic.forecasting.cost import bill_of
 
+MAX_CHIPS = 256
+"""Chips of a slice that ``any`` or the name of a chip stands for, at most."""
+HOUR = 3600.0
+_SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
+WORKER_BYTES = 4 * 2**30
+"""Memory of one compile of a large program."""
+FINALIST_SECONDS = 900.0
+"""Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
+
 
 class Objective(enum.Enum):
     """Figure that a plan minimises."""
@@ -33,14 +42,6 @@ class PriceTerm(enum.Enum):
     on_demand = "on-demand"
     spot = "spot"
     committed = "committed"
-
-
-MAX_CHIPS = 256
-"""Chips of a slice that ``any`` or the name of a chip stands for, at most."""
-
-
-HOUR = 3600.0
-_SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,12 +207,6 @@ def span(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise OptionError(f"{text!r} is not a time; write it like 30s, 90m, 36h, 3d or 1w")
     return float(match[1]) * _SPANS[match[2]]
-
-
-WORKER_BYTES = 4 * 2**30
-"""Memory of one compile of a large program."""
-FINALIST_SECONDS = 900.0
-"""Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)

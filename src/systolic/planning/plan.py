@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from systolic.planning.notes import PlanNote
     from systolic.planning.wall import Wall
 
+PAIRED_ERROR = 0.024
+"""Standard deviation of the ratio of two close forecasts of one model on one slice from that on chips (benchmarks/plan/chips.py, fit half)."""
+
 
 class SearchStop(enum.Enum):
     """Reason that a search ended early."""
@@ -197,10 +200,6 @@ class Plan:
             "rule": (RefusalRule.goal if trial.broken else RefusalRule.compiler).value,
             "reason": reason_of(trial),
         }
-
-
-PAIRED_ERROR = 0.024
-"""Standard deviation of the ratio of two close forecasts of one model on one slice from that on chips (benchmarks/plan/chips.py, fit half)."""
 
 
 def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:

@@ -37,6 +37,31 @@ from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.variants import like
 from systolic.sim.incomplete import NOTHING, Given
 
+HOPELESS = 1.15
+"""Ratio of the best remaining optimistic score to the best score at which the search ends."""
+TIGHT = 0.8
+"""Share of the memory above which settings that save memory are tried."""
+HELPS = 0.995
+"""Ratio of the new score to the old below which a setting is kept."""
+NEW_SLICE = 1.5
+"""Ratio to the best score up to which a slice's first layout is compiled: its result corrects other estimates."""
+NEAR = 1.5
+"""Ratio to a limit within which flags or a full compile may still meet it."""
+UNKNOWN = 0.97
+"""Ratio to the best score that a change is expected to reach whose effect no estimate knows."""
+MAY_GAIN = 1.05
+"""Ratio to the best score, by estimates, up to which a neighbour is compiled."""
+REPEAT_PENALTY = 1.02
+"""Factor on the expected score for each compile with the same mesh, or of a kind of change that did not gain."""
+CLIMB_PATIENCE = 8
+"""Neighbours without a gain after which a climb ends."""
+FEW_UNFIT = 3
+"""Compiles without one that fits after which every second one is the layout of the least memory."""
+POLL_SECONDS = 0.5
+"""Interval between progress reports while a compile runs."""
+PATIENCE = 10
+"""Compiles without a better score after which the search ends, once each promising slice was tried."""
+
 
 class PendingForecast(Protocol):
     """Forecast in progress."""
@@ -142,32 +167,6 @@ class _Compiling:
         outcome = self.outcome.result()
         forecast = of_outcome(outcome, self.name, self.candidate.on, self.seconds, self.given)
         return replace(forecast, schedules=())  # a search has hundreds
-
-
-HOPELESS = 1.15
-"""Ratio of the best remaining optimistic score to the best score at which the search ends."""
-TIGHT = 0.8
-"""Share of the memory above which settings that save memory are tried."""
-HELPS = 0.995
-"""Ratio of the new score to the old below which a setting is kept."""
-NEW_SLICE = 1.5
-"""Ratio to the best score up to which a slice's first layout is compiled: its result corrects other estimates."""
-NEAR = 1.5
-"""Ratio to a limit within which flags or a full compile may still meet it."""
-UNKNOWN = 0.97
-"""Ratio to the best score that a change is expected to reach whose effect no estimate knows."""
-MAY_GAIN = 1.05
-"""Ratio to the best score, by estimates, up to which a neighbour is compiled."""
-REPEAT_PENALTY = 1.02
-"""Factor on the expected score for each compile with the same mesh, or of a kind of change that did not gain."""
-CLIMB_PATIENCE = 8
-"""Neighbours without a gain after which a climb ends."""
-FEW_UNFIT = 3
-"""Compiles without one that fits after which every second one is the layout of the least memory."""
-POLL_SECONDS = 0.5
-"""Interval between progress reports while a compile runs."""
-PATIENCE = 10
-"""Compiles without a better score after which the search ends, once each promising slice was tried."""
 
 
 class SearchStage(enum.Enum):

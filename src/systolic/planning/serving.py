@@ -37,6 +37,31 @@ from systolic.report.notebook import notebook_html
 
 ROWS = 16
 """Texts at once of ``systolic serve``, where a plan has fewer."""
+DIR = "DIR"
+"""Folder of the weights in a command, where a plan knows the model's sizes alone."""
+USAGE = """usage: systolic plan serve MODEL --on SLICES --requests-per-second N [options]
+
+MODEL is a published model that systolic recipes lists (llama-3.1-8b), a config.json, a Hugging Face folder or a
+Bundle; weights are not needed. For each slice: engines and how the devices of each are split, the requests that an
+engine takes within --ttft and --tpot, replicas, dollars per hour and per million tokens, headroom. Layouts are ranked
+by lower bounds of their steps, and compiled best first until no bound is below the cheapest. Compiles are kept.
+SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, as systolic serve needs
+them, or for larger slices if no machine holds the model; any for those of all TPUs.
+
+Exits with 1 when no slice takes the demand."""
+CANDIDATES = 6
+"""Layouts that are compiled, those of the least floors."""
+LAYOUTS = 3
+"""Layouts of one slice that may be compiled."""
+ROUNDS = 3
+"""Times that a candidate's steps are compiled, each with the rows that the one before led to."""
+BEYOND = 1.1
+"""Rows over those of the largest step that was compiled, up to which its seconds go on along a line."""
+PARTS = 4
+"""Rows that are compiled first over those at the floor: longer steps hold more texts. A mixture's steps are compiled at a part of the rows too: the experts that are read grow less than the rows."""
+MOST_CHIPS = 100_000
+"""Chips of a plan at the floors of its steps, at most: more than one place has, and their steps need no compile to say so."""
+HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +153,6 @@ class ServingRejection:
     reason: str
 
 
-DIR = "DIR"
-"""Folder of the weights in a command, where a plan knows the model's sizes alone."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
     """The ranked ways to serve a demand."""
@@ -210,32 +231,6 @@ class ServingPlan:
             "notes": list(self.notes),
             "target": self.name,
         }
-
-
-USAGE = """usage: systolic plan serve MODEL --on SLICES --requests-per-second N [options]
-
-MODEL is a published model that systolic recipes lists (llama-3.1-8b), a config.json, a Hugging Face folder or a
-Bundle; weights are not needed. For each slice: engines and how the devices of each are split, the requests that an
-engine takes within --ttft and --tpot, replicas, dollars per hour and per million tokens, headroom. Layouts are ranked
-by lower bounds of their steps, and compiled best first until no bound is below the cheapest. Compiles are kept.
-SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, as systolic serve needs
-them, or for larger slices if no machine holds the model; any for those of all TPUs.
-
-Exits with 1 when no slice takes the demand."""
-
-CANDIDATES = 6
-"""Layouts that are compiled, those of the least floors."""
-LAYOUTS = 3
-"""Layouts of one slice that may be compiled."""
-ROUNDS = 3
-"""Times that a candidate's steps are compiled, each with the rows that the one before led to."""
-BEYOND = 1.1
-"""Rows over those of the largest step that was compiled, up to which its seconds go on along a line."""
-PARTS = 4
-"""Rows that are compiled first over those at the floor: longer steps hold more texts. A mixture's steps are compiled at a part of the rows too: the experts that are read grow less than the rows."""
-MOST_CHIPS = 100_000
-"""Chips of a plan at the floors of its steps, at most: more than one place has, and their steps need no compile to say so."""
-HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
 @command_of

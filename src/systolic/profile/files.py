@@ -43,6 +43,8 @@ _OTHERS = {
     ".memory_profile.json.gz": "a page that XProf made of a profile; give the xplane.pb beside it",
     ".prof": "a memory profile or one of Python's; trace the run with jax.profiler.trace",
 }
+APART = 30.0
+"""Seconds between the profiler's sessions of two hosts from which they are of different runs: hosts begin a trace at one step, by clocks of their own."""
 
 
 def is_profile_file(path: Path) -> bool:
@@ -140,10 +142,6 @@ def _is_chrome(head: bytes) -> bool:
 def _other(path: Path) -> str:
     name = os.fspath(path.name).lower()
     return next((text for end, text in _OTHERS.items() if name.endswith(end)), "")
-
-
-APART = 30.0
-"""Seconds between the profiler's sessions of two hosts from which they are of different runs: hosts begin a trace at one step, by clocks of their own."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,24 @@ _GROUPS = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 _OPERAND = re.compile(r"%([\w.-]+)")
+MOVERS = ("copy-start", "copy-done", "async-start", "async-done", "copy")
+"""Opcodes that only move an array, whole or a slice of it."""
+SLICED = ("dynamic-slice", "dynamic-update-slice", "slice")
+_CONTEXT = ("u32", "s32")
+_HOLDERS = ("while", "conditional", "call", "tuple", "get-tuple-element", "parameter", "bitcast")
+CONTAINERS = ("while", "conditional", "call")
+COPIES = FORMATTING
+GPU_COLLECTIVES = ("nccl", "rccl")
+"""Beginnings of the names of kernels that move data between GPUs."""
+TRANSFERS = ("memcpyh2d", "memcpyd2h", "host-transfer", "infeed", "outfeed")
+_COPY = re.compile(r"(copy|transpose)")
+_CALLBACK = re.compile(r"callback", re.I)
+_ASYNC = ("copy-start", "copy-done", "async-start", "async-done")
+_LIBRARIES = ("__cublas", "__cudnn", "__hip")
+"""Custom calls of a GPU's libraries of matmuls."""
+_MATRIX = ("convolution", "dot")
+_COLLECTIVE_NAMES = (*COLLECTIVES, "async-collective")
+LINKS = (Resource.ici, Resource.dcn, Resource.host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +148,6 @@ def _closing(text: str, start: int) -> int:
             if not depth:
                 return at
     return -1
-
-
-MOVERS = ("copy-start", "copy-done", "async-start", "async-done", "copy")
-"""Opcodes that only move an array, whole or a slice of it."""
-SLICED = ("dynamic-slice", "dynamic-update-slice", "slice")
-_CONTEXT = ("u32", "s32")
-_HOLDERS = ("while", "conditional", "call", "tuple", "get-tuple-element", "parameter", "bitcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,20 +257,6 @@ def _into(line: OpLine) -> Shape:
     return next(iter(shape.arrays()), shape)
 
 
-CONTAINERS = ("while", "conditional", "call")
-COPIES = FORMATTING
-GPU_COLLECTIVES = ("nccl", "rccl")
-"""Beginnings of the names of kernels that move data between GPUs."""
-TRANSFERS = ("memcpyh2d", "memcpyd2h", "host-transfer", "infeed", "outfeed")
-_COPY = re.compile(r"(copy|transpose)")
-_CALLBACK = re.compile(r"callback", re.I)
-_ASYNC = ("copy-start", "copy-done", "async-start", "async-done")
-_LIBRARIES = ("__cublas", "__cudnn", "__hip")
-"""Custom calls of a GPU's libraries of matmuls."""
-_MATRIX = ("convolution", "dot")
-_COLLECTIVE_NAMES = (*COLLECTIVES, "async-collective")
-
-
 class Activity(enum.Enum):
     """Kinds of op, as ``shares`` and tables name them."""
 
@@ -327,7 +324,6 @@ def _of_core(name: str, opcode: str, category: str) -> Activity:
     return Activity.other
 
 
-LINKS = (Resource.ici, Resource.dcn, Resource.host)
 _OF_KIND = {
     Activity.collective: Resource.ici,
     Activity.slices: Resource.dcn,

@@ -38,6 +38,13 @@ _NAMED = {
     ONE_LINK: ONE_LINK,
     ALL_LINKS: ALL_LINKS,
 }
+__all__ = ["Profile", "ProfiledOp", "name_of", "open_profile", "timeline"]
+ROUNDING = 2e-9
+"""Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
+WAITED = 1e-6
+"""Seconds of waiting from which the end of an asynchronous op is known: it ended then, not before."""
+Versions = Mapping[tuple[str, str], str]
+"""Name and number of a program, to its name among those of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,17 +158,6 @@ class Ceilings:
         return max(
             rates, key=lambda bound: bound.work / bound.peak if bound.peak else -1.0, default=None
         )
-
-
-__all__ = ["Profile", "ProfiledOp", "name_of", "open_profile", "timeline"]
-
-ROUNDING = 2e-9
-"""Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
-WAITED = 1e-6
-"""Seconds of waiting from which the end of an asynchronous op is known: it ended then, not before."""
-
-Versions = Mapping[tuple[str, str], str]
-"""Name and number of a program, to its name among those of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,15 @@ from systolic.chips import by_device_kind
 from systolic.hlo import Module
 from systolic.sim.rates import number_format, peaks_of
 
+NANOSECONDS = 1e9
+PICOSECONDS = 1e12
+DEVICE = re.compile(r"^/device:(?P<kind>TPU|GPU):(?P<number>\d+)(?: SparseCore (?P<sparse>\d+)$)?")
+OPS, ASYNC, STEPS, RUNS = "XLA Ops", "Async XLA Ops", "Steps", "XLA Modules"
+SPARSE = "Sparse Core Ops"
+READ = (OPS, ASYNC, STEPS, RUNS, SPARSE)
+"""Lines of a TPU that are read; the names are those of tsl/profiler/utils/xplane_schema.cc."""
+Interval = tuple[float, float]
+
 
 class Backend(enum.Enum):
     """Backends that run a step."""
@@ -130,16 +139,6 @@ class DeviceTrace:
         return bf16 * peaks.get(number_format(dtype), known) / known
 
 
-NANOSECONDS = 1e9
-PICOSECONDS = 1e12
-DEVICE = re.compile(r"^/device:(?P<kind>TPU|GPU):(?P<number>\d+)(?: SparseCore (?P<sparse>\d+)$)?")
-
-OPS, ASYNC, STEPS, RUNS = "XLA Ops", "Async XLA Ops", "Steps", "XLA Modules"
-SPARSE = "Sparse Core Ops"
-READ = (OPS, ASYNC, STEPS, RUNS, SPARSE)
-"""Lines of a TPU that are read; the names are those of tsl/profiler/utils/xplane_schema.cc."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plane:
     """A device or a host."""
@@ -173,9 +172,6 @@ def _events(events: Iterable[Any]) -> Iterable[Event]:
         start, exact = event.start_ns / NANOSECONDS, stats.get("device_duration_ps")
         end = event.end_ns / NANOSECONDS if exact is None else start + float(exact) / PICOSECONDS
         yield Event(name=event.name, start=start, end=end, stats=stats)
-
-
-Interval = tuple[float, float]
 
 
 def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float]:

@@ -66,6 +66,14 @@ MODULE = 1
 SPACE, ACCESSED, HBM = 2, 3, 1
 
 Stats = Mapping[str, Any]
+MICROSECONDS = 1e6
+MOST = 1_000_000
+"""Events that XProf writes into one file."""
+HOST = "/host:CPU"
+ENVIRONMENT = "Task Environment"
+"""Plane that has the profiler's times as its stats."""
+_TEXT = re.compile(r"^%?(?P<name>\S+) = (?:.*?\s)?(?P<opcode>[a-z][\w-]*)\(", re.DOTALL)
+_DISPATCH = re.compile(r"^PjitFunction|Executable::Execute|^ExecuteReplicated")
 
 
 def metadata_of(content: bytes) -> dict[str, dict[str, Stats]]:
@@ -193,11 +201,6 @@ def _varint(message: Any, at: int) -> tuple[int, int]:
             return value, at
 
 
-MICROSECONDS = 1e6
-MOST = 1_000_000
-"""Events that XProf writes into one file."""
-
-
 def read_chrome(path: Path) -> tuple[list[Plane], list[str]]:
     """Planes of a file, and what it lacks.
 
@@ -261,14 +264,6 @@ def _event(event: Mapping[str, Any]) -> Event:
         end=start + float(event.get("dur", 0.0)) / MICROSECONDS,
         stats=event.get("args") or {},
     )
-
-
-HOST = "/host:CPU"
-ENVIRONMENT = "Task Environment"
-"""Plane that has the profiler's times as its stats."""
-
-_TEXT = re.compile(r"^%?(?P<name>\S+) = (?:.*?\s)?(?P<opcode>[a-z][\w-]*)\(", re.DOTALL)
-_DISPATCH = re.compile(r"^PjitFunction|Executable::Execute|^ExecuteReplicated")
 
 
 def load(path: Path) -> DeviceTrace:

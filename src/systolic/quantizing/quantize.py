@@ -60,6 +60,8 @@ MOST_APART = 0.5
 of their row."""
 PLAIN = "weights before quantization"
 """Name of the model that a quantized model's outputs are compared with."""
+Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
+"""Rounder of a source's matrices, and the formats of those that are quantized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +233,6 @@ def quantize(
         quantized = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(quantized, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
-
-
-Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
-"""Rounder of a source's matrices, and the formats of those that are quantized."""
 
 
 def _known(

@@ -38,6 +38,8 @@ FACTORS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0, 1.04, 1.08, 1.13, 1.18, 1
 DAMPING = 0.01
 """Share of the mean second moment that is added to each one, as in GPTQ's own code."""
 INT4_RANGE = -8, 7
+Asked = tuple[str, MatrixFormat]
+"""Path of a matrix, and a format."""
 
 
 class _CodeGrid(NamedTuple):
@@ -200,10 +202,6 @@ def _matrix(
     return Quantized(
         codes=codes, scales=put(scales, scales_shape(shape, inputs, how)).astype(SCALES_DTYPE)
     )
-
-
-Asked = tuple[str, MatrixFormat]
-"""Path of a matrix, and a format."""
 
 
 class Rounder:

@@ -13,6 +13,9 @@ from systolic.report.output import print_json
 if TYPE_CHECKING:
     from systolic.quantizing.quantize import QuantizedModel
 
+SHOWN = 4
+"""Paths that a line names."""
+
 
 def show(quantized: "QuantizedModel", *, json: bool = False) -> int:
     """Prints a quantized model beside the one that it was made from; returns the exit code.
@@ -44,10 +47,6 @@ def _with_reason(stopped_by: BaseException) -> BaseException:
             "interrupted while timing; all files are written, and systolic compare times both models"
         )
     return stopped_by
-
-
-SHOWN = 4
-"""Paths that a line names."""
 
 
 def title(model: "QuantizedModel") -> str:

@@ -32,6 +32,8 @@ from systolic.runs.recipe_folder import OpenedFiles, Unwritten, is_beside, modul
 
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
+_SUFFIX = re.compile(r"\.(?!py$)[a-z][a-z0-9]+", re.IGNORECASE)
+"""Suffix of a file, which the version in a model's name (``Qwen2.5-0.5B``) is not; Python's are refused where they are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +94,6 @@ def shipped() -> list[str]:
 def is_named(target: str) -> bool:
     """Whether a target names a shipped recipe or a model, and no file of Python."""
     return target in shipped() or import_module(f"{__name__}.models").is_model(target)
-
-
-_SUFFIX = re.compile(r"\.(?!py$)[a-z][a-z0-9]+", re.IGNORECASE)
-"""Suffix of a file, which the version in a model's name (``Qwen2.5-0.5B``) is not; Python's are refused where they are read."""
 
 
 def refuse_missing_file(target: str) -> None:

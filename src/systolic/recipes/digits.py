@@ -23,6 +23,11 @@ from systolic.job import (
 from systolic.models.vision.config import CNN, Pixels, ViT
 from systolic.steps.tasks import Classification
 
+PIXELS = Pixels(size=SIZE, channels=1, mean=(0.305,), std=(0.376,))
+"""Mean and deviation of the training images."""
+BATCH = Batch(total=64)
+SCHEDULE = Schedule(warmup=30, final=0.01)
+
 
 class DigitsModel(enum.Enum):
     """A network for images of 8 x 8 pixels."""
@@ -31,17 +36,12 @@ class DigitsModel(enum.Enum):
     vit = "vit"
 
 
-PIXELS = Pixels(size=SIZE, channels=1, mean=(0.305,), std=(0.376,))
-"""Mean and deviation of the training images."""
-
 MODELS = {
     DigitsModel.cnn: CNN(channels=(32, 64), num_classes=10, pixels=PIXELS),
     DigitsModel.vit: ViT(
         layers=3, d_model=64, d_ff=128, heads=4, patch=4, num_classes=10, pixels=PIXELS
     ),
 }
-BATCH = Batch(total=64)
-SCHEDULE = Schedule(warmup=30, final=0.01)
 STEPS = {DigitsModel.cnn: 300, DigitsModel.vit: 800}
 OPTIMIZERS = {
     DigitsModel.cnn: Optimizer(learning_rate=3e-3, weight_decay=0.05),

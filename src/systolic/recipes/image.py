@@ -32,6 +32,24 @@ from systolic.models.vision.config import Depth, MobileNetV2, Pixels, Preset, Re
 from systolic.recipes.digits import digits
 from systolic.steps.tasks import Classification
 
+SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=1e-4, clip=0.0)
+"""Defaults of residual networks at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
+MOBILE = replace(SGD, learning_rate=0.045, weight_decay=4e-5)
+"""Defaults of MobileNetV2 at REFERENCE_BATCH (torchvision's reference training)."""
+ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
+"""Defaults of vision transformers at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
+LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_decay=2e-4, clip=0.0)
+"""Defaults for large batches of residual networks at REFERENCE_BATCH (Google's MLPerf v0.7 submission on v3-32: 13 at 4096)."""
+REFERENCE_BATCH = 256
+"""Batch of the default learning rates, which are scaled in proportion to the batch."""
+SCHEDULE = Schedule(warmup=500, final=0.0)
+CLASSES = 1000
+"""Classes of ImageNet, which a forecast without pictures is made with."""
+PATCH = 16
+"""Default pixels on a side of a vision transformer's patch."""
+SMALL_SIZE = 64
+"""Largest image size at which a residual network uses the small stem by default."""
+
 
 class ImageModel(enum.Enum):
     """A published network."""
@@ -59,23 +77,6 @@ PRESETS = {
     ImageModel.vit_b: Preset.base,
     ImageModel.vit_l: Preset.large,
 }
-SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=1e-4, clip=0.0)
-"""Defaults of residual networks at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
-MOBILE = replace(SGD, learning_rate=0.045, weight_decay=4e-5)
-"""Defaults of MobileNetV2 at REFERENCE_BATCH (torchvision's reference training)."""
-ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
-"""Defaults of vision transformers at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
-LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_decay=2e-4, clip=0.0)
-"""Defaults for large batches of residual networks at REFERENCE_BATCH (Google's MLPerf v0.7 submission on v3-32: 13 at 4096)."""
-REFERENCE_BATCH = 256
-"""Batch of the default learning rates, which are scaled in proportion to the batch."""
-SCHEDULE = Schedule(warmup=500, final=0.0)
-CLASSES = 1000
-"""Classes of ImageNet, which a forecast without pictures is made with."""
-PATCH = 16
-"""Default pixels on a side of a vision transformer's patch."""
-SMALL_SIZE = 64
-"""Largest image size at which a residual network uses the small stem by default."""
 
 
 @with_types

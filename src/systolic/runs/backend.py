@@ -29,6 +29,11 @@ from systolic.runs.remote.upload import Part
 _ORBAX = f"{os.sep}orbax{os.sep}"
 _UNSTARTED = "coroutine 'async_serialize"
 _installed = False
+EXTRA = "_extra"
+"""Item for values that are no arrays: one file per process."""
+CHANGES_AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files that Orbax writes after the manifest, in the same commit; a restore reads neither."""
+_SCRATCH = ".orbax-checkpoint-tmp"
 
 
 def hush() -> None:
@@ -79,13 +84,6 @@ def _failures(record: logging.LogRecord) -> bool:
             return False
         trace = trace.tb_next
     return True
-
-
-EXTRA = "_extra"
-"""Item for values that are no arrays: one file per process."""
-CHANGES_AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files that Orbax writes after the manifest, in the same commit; a restore reads neither."""
-_SCRATCH = ".orbax-checkpoint-tmp"
 
 
 def is_first() -> bool:

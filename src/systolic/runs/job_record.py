@@ -23,6 +23,32 @@ from systolic.runs.run import JOB, Run
 
 REVISION = 2
 """Revision of the meaning of weights; raised when the same weights would give another function."""
+_PARTS = ("model", "task", "data")
+_PACKAGE = "systolic."
+MOVED: Mapping[str, str] = {
+    "systolic.data.audio.recordings": "systolic.data.audio",
+    "systolic.data.image.digits": "systolic.data.image.sets",
+    "systolic.data.image.idx": "systolic.data.image.sets",
+    "systolic.data.text.bytes": "systolic.data.text.documents",
+    "systolic.data.text.packing": "systolic.data.text.text_data",
+    "systolic.data.text.prompts": "systolic.data.text.documents",
+    "systolic.data.text.sentences": "systolic.data.text.text_data",
+    "systolic.interop.program.model": "systolic.formats.program.model",
+    "systolic.job.quantization": "systolic.job.precision",
+    "systolic.models.decoder.rotary": "systolic.models.decoder.options",
+    "systolic.models.vision.cnn.config": "systolic.models.vision.config",
+    "systolic.models.vision.mobilenet.config": "systolic.models.vision.config",
+    "systolic.models.vision.pixels": "systolic.models.vision.config",
+    "systolic.models.vision.resnet.config": "systolic.models.vision.config",
+    "systolic.models.vision.vit.config": "systolic.models.vision.config",
+    "systolic.steps.tasks.arrays": "systolic.steps.tasks",
+    "systolic.steps.tasks.classification": "systolic.steps.tasks",
+    "systolic.steps.tasks.embedding": "systolic.steps.tasks",
+    "systolic.steps.tasks.language": "systolic.steps.tasks",
+    "systolic.steps.tasks.masked": "systolic.steps.tasks",
+    "systolic.steps.tasks.transcription": "systolic.steps.tasks",
+}
+"""Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,34 +220,6 @@ def compiled_with(record: JobRecord) -> tuple[str, ...]:
     if record.flags is not None:
         return record.flags.compiler
     return () if record.plan is None else tuple(record.plan.flags)
-
-
-_PARTS = ("model", "task", "data")
-_PACKAGE = "systolic."
-MOVED: Mapping[str, str] = {
-    "systolic.data.audio.recordings": "systolic.data.audio",
-    "systolic.data.image.digits": "systolic.data.image.sets",
-    "systolic.data.image.idx": "systolic.data.image.sets",
-    "systolic.data.text.bytes": "systolic.data.text.documents",
-    "systolic.data.text.packing": "systolic.data.text.text_data",
-    "systolic.data.text.prompts": "systolic.data.text.documents",
-    "systolic.data.text.sentences": "systolic.data.text.text_data",
-    "systolic.interop.program.model": "systolic.formats.program.model",
-    "systolic.job.quantization": "systolic.job.precision",
-    "systolic.models.decoder.rotary": "systolic.models.decoder.options",
-    "systolic.models.vision.cnn.config": "systolic.models.vision.config",
-    "systolic.models.vision.mobilenet.config": "systolic.models.vision.config",
-    "systolic.models.vision.pixels": "systolic.models.vision.config",
-    "systolic.models.vision.resnet.config": "systolic.models.vision.config",
-    "systolic.models.vision.vit.config": "systolic.models.vision.config",
-    "systolic.steps.tasks.arrays": "systolic.steps.tasks",
-    "systolic.steps.tasks.classification": "systolic.steps.tasks",
-    "systolic.steps.tasks.embedding": "systolic.steps.tasks",
-    "systolic.steps.tasks.language": "systolic.steps.tasks",
-    "systolic.steps.tasks.masked": "systolic.steps.tasks",
-    "systolic.steps.tasks.transcription": "systolic.steps.tasks",
-}
-"""Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
 
 
 class MovedModules(MetaPathFinder, Loader):

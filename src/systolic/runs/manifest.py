@@ -29,6 +29,9 @@ ALONE, IN_PARTS = (NAME,), (PART, NAME)
 FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 _READERS = 8
+_NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
+FOLDERS = (_NEW, _OLD)
+"""Folders of steps that are being replaced."""
 
 
 class DamagedError(Exception):
@@ -228,11 +231,6 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
         ],
         "files": {name: list(file) for name, file in manifest.files.items()},
     }
-
-
-_NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
-FOLDERS = (_NEW, _OLD)
-"""Folders of steps that are being replaced."""
 
 
 def beside(folder: Path) -> Path:

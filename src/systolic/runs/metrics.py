@@ -22,6 +22,7 @@ _TEXT = frozenset({"prompt", "text", "detail", "name"})
 """Fields that are always text."""
 _LASTING = frozenset({"bad_step", "skip", "lost", "resume", "stop", "interrupt"})
 """Events that stay when training returns to an earlier checkpoint."""
+Record = Mapping[str, Any]
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -43,9 +44,6 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("a record is a JSON object")
     return _numbers(record)
-
-
-Record = Mapping[str, Any]
 
 
 class Log:

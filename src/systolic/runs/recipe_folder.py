@@ -22,6 +22,12 @@ from typing import Any
 
 from systolic.core.units import gibibytes
 
+_folders: set[Path] = set()
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+KEPT_BYTES = 1 << 26
+"""Limit for all files together, so that data sets are not copied into every run."""
+_CODE = frozenset((".py", ".pyc", ".so"))
+
 
 class Unwritten(SourceFileLoader):
     """Python's loader of source files, without its cache of bytecode beside them."""
@@ -35,7 +41,6 @@ _found = FileFinder.path_hook(
     (Unwritten, SOURCE_SUFFIXES),
     (SourcelessFileLoader, BYTECODE_SUFFIXES),
 )
-_folders: set[Path] = set()
 
 
 def write_none(folder: Path) -> None:
@@ -58,9 +63,6 @@ def _finder(name: str) -> FileFinder:
     finder = _found(name)
     assert isinstance(finder, FileFinder)
     return finder
-
-
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 
 def modules(file: Path) -> dict[str, bytes]:
@@ -136,12 +138,6 @@ def _elsewhere(top: str, folder: Path) -> bool:
     if module is None or vars(module).get("__file__") is None:
         return False
     return not is_beside(top, folder)
-
-
-KEPT_BYTES = 1 << 26
-"""Limit for all files together, so that data sets are not copied into every run."""
-
-_CODE = frozenset((".py", ".pyc", ".so"))
 
 
 class OpenedFiles:

@@ -48,6 +48,7 @@ from systolic.runs.run import (
 
 Record = dict[str, Any]
 _T = TypeVar("_T")
+KINDS = ("step", "data_wait", "compile", "eval", "checkpoint")
 
 
 class State(enum.Enum):
@@ -449,9 +450,6 @@ def _devices(start: StartRecord) -> tuple[int, str]:
         return start.num_devices, start.device_kind
     count, _, kind = (start.devices or "").partition(" x ")  # of an earlier version
     return int(count), kind
-
-
-KINDS = ("step", "data_wait", "compile", "eval", "checkpoint")
 
 
 def steps_of(

@@ -38,6 +38,18 @@ if TYPE_CHECKING:
 
 _VARIABLES = ("XLA_", "JAX_", "LIBTPU", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_")
 _GIT_SECONDS = 10
+JOB = "job.json"
+RECIPE = "recipe.py"
+MODULES = "modules"
+TOKENIZER = "tokenizer"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+DIAGNOSES = "diagnoses.jsonl"
+SUMMARY = "summary.json"
+_CHANGES_EACH_START = ("argv", "pid")
+_KEPT = frozenset((RECIPE, MODULES, TOKENIZER))
+"""Files written before job.json."""
 
 
 def environment(devices: Sequence[str], flags: Sequence[str] = ()) -> dict[str, Any]:
@@ -97,18 +109,6 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
     )
     return result.stdout.strip()
-
-
-JOB = "job.json"
-RECIPE = "recipe.py"
-MODULES = "modules"
-TOKENIZER = "tokenizer"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-DIAGNOSES = "diagnoses.jsonl"
-SUMMARY = "summary.json"
-_CHANGES_EACH_START = ("argv", "pid")
 
 
 def _never(record: metrics.Record) -> bool:
@@ -491,10 +491,6 @@ def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Pat
         folder = folder.with_name(f"{name}-{stamp}-{number}")
         number += 1
     return folder
-
-
-_KEPT = frozenset((RECIPE, MODULES, TOKENIZER))
-"""Files written before job.json."""
 
 
 def _content(folder: Path) -> list[Path]:

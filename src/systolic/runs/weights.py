@@ -19,6 +19,11 @@ from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.run import JOB, Run
 from systolic.steps.step_functions import StepFunctions
 
+BESIDE = ("/scales", "/inputs")
+"""Ends of the paths of the scales of a matrix in fewer bits, and of the factors of its inputs."""
+BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
+"""Bits of an element of the dtypes of less than a byte."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
@@ -31,12 +36,6 @@ class Weights:
     """Other variables; those of a checkpoint are without frozen weights."""
     skipped: list[str]
     """Damaged checkpoints that were skipped, a line each."""
-
-
-BESIDE = ("/scales", "/inputs")
-"""Ends of the paths of the scales of a matrix in fewer bits, and of the factors of its inputs."""
-BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
-"""Bits of an element of the dtypes of less than a byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,8 @@ import jax.monitoring
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event of JAX after each compile, also one that was read from the disk."""
+_lock = threading.Lock()
+_listening: list[Callable[..., None]] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,6 @@ class CompileCount(threading.local):
 
 COUNT = CompileCount()
 """Counts of each thread; see :func:`count_compiles`."""
-_lock = threading.Lock()
-_listening: list[Callable[..., None]] = []
 
 
 def count_compiles() -> None:

@@ -11,6 +11,9 @@ from systolic.hlo.shape import SEMAPHORE
 from systolic.sim.calibration import constant
 from systolic.sim.timeline import PricedBy, Resource, Span
 
+CARRIED: float = constant("asynchronous.carried")
+SHARE_PER_DOUBLING: float = constant("asynchronous.share_per_doubling")
+
 
 class Role(enum.Enum):
     """Roles of a fusion in a collective."""
@@ -95,9 +98,6 @@ def collective_in(module: Module, held: Computation) -> tuple[Instruction, Compu
     return None
 
 
-CARRIED: float = constant("asynchronous.carried")
-
-
 def edge_seconds(seconds: float, steps: int) -> float:
     """Least seconds of the fusion that begins a gather, and of the one that ends it: one step of the ring each.
 
@@ -149,9 +149,6 @@ def _handed_on(
         passed = aliased_operand(source, part)
         return () if passed is None else source.operands[passed : passed + 1]
     return (source.name,)
-
-
-SHARE_PER_DOUBLING: float = constant("asynchronous.share_per_doubling")
 
 
 def wait_for_slices(seconds: float, num_slices: int) -> float:

@@ -32,6 +32,27 @@ _SHARE_IN_NAME = re.compile(r"\bblocks_(\d+)_of_(\d+)\b")
 _THROUGH = ("copy", "bitcast", "reshape", "copy-done", "copy-start", "convert")
 _STEPS = 24
 """Instructions followed to a constant before it is given up."""
+_NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
+_NAMED = re.compile(r"(block_(?:q|kv)(?:_dkv|_dq)?(?:_compute)?|[qkv]_layout)[=_](\d+)")
+"""The same in the names of JAX's kernels before 0.8."""
+_CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
+FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
+_MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
+"""Matmuls of block x block x head_dim: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
+_VECTOR_OPS = {FORWARD: 6.5, DKV: 5.5, DQ: 4.5, DKV_FUSED: 6.0}
+"""A score, without what follows: subtract, multiply by log2(e), maximum, sum, round; backward there is no maximum,
+and two more subtract and multiply."""
+_CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
+"""Further operations: comparing positions, comparing segments, scaling into and out of tanh."""
+_SEQUENCE_MINOR = 2
+"""Layout of an operand whose last dim is the sequence, as the kernels number it."""
+_ESTIMATED = re.compile(r'\\?"max_logit_const\\?":\s*-?[\d.]')
+"""tokamax's setting of a maximum that is given, rather than taken of each row's scores."""
+_MAXIMUM = 1.0
+"""Operation that it saves."""
+_FLOATS = ("bf16", "f16", "f32")
+_NAME = "ragged_paged_attention_kernel"
+_RAGGED_VECTOR_OPS: float = constant("attention.ragged_vector_ops")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,28 +203,6 @@ def _causal(grid: Grid) -> float:
     rows, columns = grid.rows, grid.columns
     kept = sum(min(columns, -(-(row + 1) * columns // rows)) for row in range(rows))
     return kept / (rows * columns)
-
-
-_NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
-_NAMED = re.compile(r"(block_(?:q|kv)(?:_dkv|_dq)?(?:_compute)?|[qkv]_layout)[=_](\d+)")
-"""The same in the names of JAX's kernels before 0.8."""
-_CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
-
-FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
-_MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
-"""Matmuls of block x block x head_dim: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
-_VECTOR_OPS = {FORWARD: 6.5, DKV: 5.5, DQ: 4.5, DKV_FUSED: 6.0}
-"""A score, without what follows: subtract, multiply by log2(e), maximum, sum, round; backward there is no maximum,
-and two more subtract and multiply."""
-_CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
-"""Further operations: comparing positions, comparing segments, scaling into and out of tanh."""
-_SEQUENCE_MINOR = 2
-"""Layout of an operand whose last dim is the sequence, as the kernels number it."""
-_ESTIMATED = re.compile(r'\\?"max_logit_const\\?":\s*-?[\d.]')
-"""tokamax's setting of a maximum that is given, rather than taken of each row's scores."""
-_MAXIMUM = 1.0
-"""Operation that it saves."""
-_FLOATS = ("bf16", "f16", "f32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -460,10 +459,6 @@ def _parallel(kind: str, query: Shape, grid: Sequence[int], parallel: object) ->
     added = grid[: max(len(grid) - 3, 0)] if grid else query.dims[:-3]
     heads = query.dims[-3] if kind == FORWARD and len(query.dims) >= 3 else 1
     return (heads, *added)
-
-
-_NAME = "ragged_paged_attention_kernel"
-_RAGGED_VECTOR_OPS: float = constant("attention.ragged_vector_ops")
 
 
 def is_ragged(call: Instruction) -> bool:

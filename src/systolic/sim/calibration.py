@@ -10,7 +10,7 @@ A :class:`Calibration` corrects these prices by what profiles of the user's own 
 
 import enum
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,18 @@ FOLDER = Path(__file__).parent
 
 
 @cache
-def fitted(name: str, kind: type[_Row], generation: str) -> _Row:
+def fitted(name: str, kind: Callable[..., _Row], generation: str) -> _Row:
     """Row of a generation in the table ``name``; what the table or the row lacks is that of ``[all]``."""
     table = _table(name)
-    return kind(**{**table["all"], **table.get(generation, {})})
+    return kind(**_values({**table["all"], **table.get(generation, {})}))
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row, and the tables in it, with the value alone of a constant that has its source."""
+    return {
+        name: held.get("value", _values(held)) if isinstance(held, dict) else held
+        for name, held in row.items()
+    }
 
 
 def constant(name: str, folder: Path = FOLDER) -> Any:

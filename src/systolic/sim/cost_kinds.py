@@ -8,15 +8,13 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.core.units import plural, si
 from systolic.hlo import Instruction
-from systolic.sim.calibration import Calibration, CostKind, constant
-from systolic.sim.price import OpPrice
+from systolic.sim.calibration import Calibration, CostKind
+from systolic.sim.price import FEW_BYTES, OpPrice
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 FORMATTING = ("copy", "transpose", "reshape")
 """Opcodes of ops on the core that give an array another layout, and beginnings of the names of such fusions."""
-FEW_BYTES: int = constant("cost_kinds.few_bytes")
-"""Bytes of device memory up to which an op is one of vector memory: scalars and indices lie in device memory."""
 LANES = ("core", "ici", "host")
 _BETWEEN_CHIPS = {
     kind.value: kind

@@ -18,8 +18,8 @@ from systolic.sim.rates import LANES, REGISTER, SUBLANES, Rates, cores, matrix_w
 from systolic.sim.traffic import UPDATES, WORD_BITS, update_of
 from systolic.sim.work import Work
 
-_OPS: Mapping[str, int] = constant("estimate.operations")
-"""Vector operations an element; 1 for what is not here. The fit scales them all."""
+OPERATIONS: Mapping[str, int] = constant("estimate.operations")
+"""Vector operations an element; 1 for what is not here. ``vector`` of a :class:`Slowdown` scales them all."""
 _DIM = re.compile(r"\d+")
 _NONE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "broadcast", "iota"}
@@ -43,6 +43,28 @@ LANE_CYCLES: float = constant("estimate.lane_cycles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OpWindows:
+    """Bytes of the windows in which an op passes over its arrays."""
+
+    scoped_bytes: float
+    """Vector memory for one op's windows at which the slowdown of matmuls holds; with more, what it adds shrinks."""
+    fetched_bytes: float
+    """Bytes of device memory in one window of an op without a matmul. What fits in one window, nothing hides."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorMemory:
+    """Cycles of ops whose arrays lie in vector memory, and the latencies of what comes from device memory or goes there."""
+
+    relayout_cycles: float
+    """Cycles of a register whose elements move to other lanes, rows or tiles."""
+    read_seconds: float
+    """Latency from device memory, before an op's first data are there."""
+    write_seconds: float
+    """Latency of an op's last results to device memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
     """Measured seconds over seconds at the catalogue's rates."""
 
@@ -59,21 +81,29 @@ class Slowdown:
     """Part of the shorter one of a matmul and of the vector work on its results that the longer one does not hide."""
     ahead: float = 0.0
     """Part of the vector work on a matmul's operands that nothing hides, where it takes them in more than once."""
-    scoped_bytes: float = 0.0
-    """Vector memory for one op's windows at which ``matrix`` holds; with more, what it adds shrinks. 0: it always holds."""
-    window_bytes: float = 0.0
-    """Bytes of device memory in one window of an op without a matmul. What fits in one window, nothing hides."""
-    relayout_cycles: float = 0.0
-    """Cycles of a register whose elements move to other lanes, rows or tiles."""
-    read_seconds: float = 0.0
-    """Latency from device memory, before an op's first data are there."""
-    write_seconds: float = 0.0
-    """Latency of an op's last results to device memory."""
+    windows: OpWindows | None = None
+    """None of a generation whose matmuls and sums were not measured by their windows."""
+    vector_memory: VectorMemory | None = None
+    """None of a generation whose ops in vector memory and ops on few bytes were not measured."""
+
+
+def _slowdown(
+    *,
+    windows: Mapping[str, float] | None = None,
+    vector_memory: Mapping[str, float] | None = None,
+    **shares: float,
+) -> Slowdown:
+    """Slowdown of a generation's row of ``estimates.toml``."""
+    return Slowdown(
+        windows=OpWindows(**windows) if windows else None,
+        vector_memory=VectorMemory(**vector_memory) if vector_memory else None,
+        **shares,
+    )
 
 
 def slowdown_of(generation: str) -> Slowdown:
     """Slowdown that was fitted for a generation, or over all of them."""
-    return fitted("estimates", Slowdown, generation)
+    return fitted("estimates", _slowdown, generation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,21 +131,30 @@ class Parts:
 
     def latency(self, slow: Slowdown) -> float:
         """Seconds before its first data and after its last."""
-        return self.reads * slow.read_seconds + self.writes * slow.write_seconds
+        if slow.vector_memory is None:
+            return 0.0
+        return (
+            self.reads * slow.vector_memory.read_seconds
+            + self.writes * slow.vector_memory.write_seconds
+        )
 
 
 def estimated_seconds(parts: Parts, slow: Slowdown) -> float:
     """Seconds of an op: the longest of its parts, and the windows at its ends."""
+    compute, moving = compute_seconds(parts, slow), slow.memory * parts.memory
+    unhidden = slow.unhidden
+    if slow.windows is not None and parts.bytes and not parts.matrix:
+        unhidden = max(unhidden, min(slow.windows.fetched_bytes / parts.bytes, 1.0))
+    return max(compute, moving) + unhidden * min(compute, moving) + parts.latency(slow)
+
+
+def compute_seconds(parts: Parts, slow: Slowdown) -> float:
+    """Seconds of an op's matrix and vector units together, whatever they wait for."""
     matrix = matrix_slowdown(parts, slow) * parts.matrix * (F32_OPERANDS if parts.f32 else 1.0)
     after, ahead = slow.vector * (parts.vector - parts.ahead), slow.vector * parts.ahead
     apart = slow.ahead * ahead if parts.reused else 0.0
     vector = after if apart else after + ahead
-    compute = max(matrix, vector) + slow.beside * min(matrix, after) + apart
-    moving = slow.memory * parts.memory
-    unhidden = slow.unhidden
-    if parts.bytes and not parts.matrix:
-        unhidden = max(unhidden, min(slow.window_bytes / parts.bytes, 1.0))
-    return max(compute, moving) + unhidden * min(compute, moving) + parts.latency(slow)
+    return max(matrix, vector) + slow.beside * min(matrix, after) + apart
 
 
 def matrix_slowdown(parts: Parts, slow: Slowdown) -> float:
@@ -124,9 +163,9 @@ def matrix_slowdown(parts: Parts, slow: Slowdown) -> float:
     Each window of rows loads all weights again. Rows and columns of a window both grow with the square root of its bytes,
     and the weights' share of its time shrinks with its rows and with the parts that a contraction is cut into.
     """
-    if not slow.scoped_bytes or parts.scoped <= slow.scoped_bytes:
+    if slow.windows is None or parts.scoped <= slow.windows.scoped_bytes:
         return slow.matrix
-    return 1.0 + (slow.matrix - 1.0) * (slow.scoped_bytes / parts.scoped) ** 2
+    return 1.0 + (slow.matrix - 1.0) * (slow.windows.scoped_bytes / parts.scoped) ** 2
 
 
 def seconds_by_cycles(cycles: float, parts: Parts, slow: Slowdown) -> float:
@@ -176,9 +215,11 @@ def parts_of(
     shapes = computation.operand_shapes(instruction)
     reads = any(a.dims and a.bytes_in(HBM) for shape in shapes for a in shape.arrays())
     writes = instruction.shape.bytes_in(HBM) > 0
-    if slow.relayout_cycles and not (work.flops or sparse):
+    if slow.vector_memory is not None and not (work.flops or sparse):
         # Results of matmuls leave the matrix units in any order, and SparseCores have no registers of tiles.
-        cycles = slow.relayout_cycles * relaid_registers(module, computation, instruction)
+        cycles = slow.vector_memory.relayout_cycles * relaid_registers(
+            module, computation, instruction
+        )
         relaid = cycles / rates.clock_hz
         # Windows from device memory come row by row: 1.14 to 1.5 times their bytes (weights before a ragged matmul on TPU7x).
         fetched = reads and instruction.opcode != "reduce"
@@ -376,7 +417,7 @@ def _of(computation: Computation, instruction: Instruction) -> float:
     shapes = list(instruction.shape.arrays())
     if opcode.startswith("reduce"):
         shapes += [a for s in computation.operand_shapes(instruction) for a in s.arrays()]
-    return max((s.elements for s in shapes), default=0) * _OPS.get(opcode, 1)
+    return max((s.elements for s in shapes), default=0) * OPERATIONS.get(opcode, 1)
 
 
 def _fastest(shape: Shape) -> int:

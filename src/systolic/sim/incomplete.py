@@ -48,6 +48,13 @@ PRINT_MOST_SECONDS: float = constant("incomplete.print_most_seconds")
 PRINTED = f"jax.debug.print is taken as {duration(PRINT_SECONDS)} of the host a call, up to {duration(PRINT_MOST_SECONDS)}, by no measurement of this device; give its time with --cost {PRINT}=1ms, or leave it out"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 _COST = re.compile(r"([0-9.eE+-]+?)\s*(s|ms|us|µs|μs|ns)")
+Trips = Mapping[str, float | str] | Iterable[str]
+"""Trips of loops by name, or texts such as ``while.5=100``."""
+Costs = Mapping[str, float | str] | Iterable[str]
+"""Numbers by name, or texts such as ``NAME=1.2ms``; costs in seconds."""
+BYTES = "no rule prices it, counted by its bytes"
+DATA = "its loops and branches on data count once"
+HOST_WORK = "counted by its bytes on the link, without what the host does"
 
 
 class GapKind(enum.Enum):
@@ -158,12 +165,6 @@ class Incomplete:
 def times(count: float) -> str:
     """``once`` or ``9.5 times``."""
     return "once" if count == 1 else f"{count:,g} times"
-
-
-Trips = Mapping[str, float | str] | Iterable[str]
-"""Trips of loops by name, or texts such as ``while.5=100``."""
-Costs = Mapping[str, float | str] | Iterable[str]
-"""Numbers by name, or texts such as ``NAME=1.2ms``; costs in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -521,11 +522,6 @@ def is_callback(instruction: Instruction) -> bool:
     if instruction.opcode not in ("send", "recv"):
         return False
     return "is_host_transfer=true" in instruction.rest and "megascale" not in instruction.rest
-
-
-BYTES = "no rule prices it, counted by its bytes"
-DATA = "its loops and branches on data count once"
-HOST_WORK = "counted by its bytes on the link, without what the host does"
 
 
 def answers(computation: Computation, instruction: Instruction) -> bool:

@@ -14,7 +14,7 @@ from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, is_ragged, ragged_seconds, seconds_of
 from systolic.sim.calibration import constant
-from systolic.sim.estimate import slowdown_of
+from systolic.sim.estimate import OPERATIONS, slowdown_of
 from systolic.sim.incomplete import DATA
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
@@ -25,6 +25,8 @@ _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
 STEP_SECONDS: float = constant("kernels.step_seconds")
 _NO_BYTES = 1.0
 """Bytes of a kernel whose windows all lie in vector memory: a count of 0 stands for one that is not known."""
+_HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
+"""Dtypes of kernels by HLO's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
     exps = float(estimate.get("transcendentals", 0))
     if not (flops or moved):
         return None
-    compute = flops / rates.peak("bf16") + 4 * exps / vector_rate(rates)
+    compute = flops / rates.peak("bf16") + OPERATIONS["exponential"] * exps / vector_rate(rates)
     return KernelCost(max(compute, moved / rates.hbm), flops)
 
 
@@ -135,10 +137,6 @@ def _counted(
         number_format=number_format(_HLO.get(most, most)),
         missing=missing,
     )
-
-
-_HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
-"""Dtypes of kernels by HLO's names."""
 
 
 def computation_bytes(computation: Computation, call: Instruction) -> float:

@@ -37,6 +37,10 @@ Place = tuple[int, ...]
 
 Link = tuple[int, ...]
 """(x, y, z, slice, axis): the link of a chip to the next one along a torus axis."""
+LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
+CALL_SECONDS: float = constant("network.switched_call_seconds")
+HOP_SECONDS: float = constant("network.switched_hop_seconds")
+NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,19 +226,27 @@ class Network:
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
         fixed = self.rates.collective_seconds
-        if lanes == (DIES,) and self.rates.chip.die_to_die_bytes_per_second:
+        if lanes == (DIES,) and self._die_peak:
             fixed = DIE_SECONDS
         share = _summed(kind, extent)
         return CollectiveCost(seconds + fixed, lanes, moved, max(steps, 1), share, least)
+
+    @property
+    def _die_peak(self) -> float | None:
+        """Published bytes/s between the dies of a chip, one way; None where no source has it."""
+        return self.rates.chip.die_to_die_bytes_per_second
+
+    @property
+    def _die_rate(self) -> float:
+        """Bytes/s between the dies of a chip that transfers reach, one way."""
+        return DIE_SHARE * self._die_peak if self._die_peak else DIE_LINKS * self.rates.link
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
         latency = sum(span.hops for span in extent.spans) * self.rates.hop_seconds
         rounds = _ROUNDS.get(kind, 1)
         if not extent.spans:  # the two dies of a chip
-            published = self.rates.chip.die_to_die_bytes_per_second
-            rate = DIE_SHARE * published if published else DIE_LINKS * self.rates.link
-            return rounds * whole / 2 / rate, rounds * whole / 2
+            return rounds * whole / 2 / self._die_rate, rounds * whole / 2
         n = extent.members
         if kind == "all-to-all":
             # Half of the members send half of what they have to the other half, over every line.
@@ -253,8 +265,7 @@ class Network:
         """Seconds inside a slice below which no algorithm gets: the bytes over all the links at their published rate."""
         chip, n = self.rates.chip, extent.members
         if not extent.spans:  # the two dies of a chip
-            rate = chip.die_to_die_bytes_per_second
-            return _ROUNDS.get(kind, 1) * whole / 2 / rate if rate else 0.0
+            return _ROUNDS.get(kind, 1) * whole / 2 / (self._die_peak or math.inf)
         link = chip.ici_bytes_per_second_per_link
         if not link:
             return 0.0
@@ -279,8 +290,9 @@ class Network:
         return min(2 * moved / rate, 2 * (n - 1) * whole / (joined * link))
 
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
-        """Every pair along the shortest way, dimension after dimension; the busiest link decides."""
+        """Every pair along the shortest way, dimension after dimension; the busiest link decides, or the dies of a chip."""
         load: dict[tuple[int, ...], int] = {}
+        between_dies = False
         most_hops, crossing = 0, list[tuple[Place, Place]]()
         for pair in groups.groups:
             if len(pair) < 2 or pair[0] == pair[1]:
@@ -289,6 +301,7 @@ class Network:
             if source[4] != target[4]:
                 crossing.append((source, target))
                 continue
+            between_dies |= source[:3] == target[:3]
             hops = 0
             at = list(source[:3])
             for axis in range(3):
@@ -310,10 +323,15 @@ class Network:
         if busiest:
             seconds += PERMUTE_SECONDS
         names = tuple(sorted({f"{'xyz'[key[4]]}{'+' if key[5] > 0 else '-'}" for key in load}))
+        if between_dies:
+            fixed = DIE_SECONDS if self._die_peak else PERMUTE_SECONDS
+            seconds = max(seconds, bytes_ / self._die_rate + fixed)
+            least = max(least, bytes_ / (self._die_peak or math.inf))
+            names = (*names, DIES)
         if crossing:
             seconds = max(seconds, bytes_ / self._dcn(crossing, pairs=True))
             names = (*names, "dcn")
-        return CollectiveCost(seconds, names or (DIES,), bytes_, least=least)
+        return CollectiveCost(seconds, names, bytes_, least=least)
 
     def between(self, transfer: Instruction) -> float:
         """Bytes/s, one way, of each device that takes part in a ``send`` or ``recv`` between slices."""
@@ -430,12 +448,6 @@ def default_places(on: Slice) -> list[Place]:
         for a in range(x)
         for core in range(cores)
     ]
-
-
-LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
-CALL_SECONDS: float = constant("network.switched_call_seconds")
-HOP_SECONDS: float = constant("network.switched_hop_seconds")
-NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

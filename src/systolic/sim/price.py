@@ -8,6 +8,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.shape import HBM
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import (
+    compute_seconds,
     estimated_seconds,
     matrix_seconds,
     parts_of,
@@ -36,9 +37,18 @@ FREE = frozenset(
 )
 BOOKKEEPING = ("ragged-dot-metadata",)
 """Beginnings of the names of the compiler's own kernels that compute a few indices."""
-_SMALL = 4096
-"""Bytes below which an op without an estimate is scalar bookkeeping."""
+FEW_BYTES: int = constant("price.few_bytes")
+"""Bytes up to which an op without an estimate is bookkeeping, and, of device memory, an op is one of vector memory."""
 SMALL_SECONDS: float = constant("price.small_seconds")
+_SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
+_CALLED = frozenset(("custom-call", "infeed", "outfeed"))
+_ADDRESSED = frozenset(
+    {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
+    | {"rng-bit-generator", "custom-call"}
+)
+_STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
+_MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
+VISITED: float = constant("price.masked_visited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +138,9 @@ def _price(
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
-    if rule is not None and (touched > _SMALL or rule.seconds > SMALL_SECONDS):
+    if rule is not None and (touched > FEW_BYTES or rule.seconds > SMALL_SECONDS):
         return _by_rule(computation, instruction, rule, work)
-    if touched <= _SMALL and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
+    if touched <= FEW_BYTES and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
         return _small(module, computation, instruction, work, rates)
     if opcode in _CALLED:
         by = PricedBy.bytes if instruction.target in MOVED_TARGETS else PricedBy.nothing
@@ -154,7 +164,7 @@ def _small(
 ) -> OpPrice:
     """Price of an op on few bytes: the latencies of device memory, where they were measured."""
     slow = slowdown_of(rates.chip.name)
-    if not slow.read_seconds:
+    if slow.vector_memory is None:
         return OpPrice(SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
     parts = parts_of(module, computation, instruction, work, rates)
     seconds = max(estimated_seconds(parts, slow), 1 / rates.clock_hz)
@@ -239,10 +249,10 @@ def _with_calls(
         return replace(paid, by=PricedBy.nothing, missing=missing)
     parts = parts_of(module, computation, fusion, work, rates)
     slow = slowdown_of(rates.chip.name)
-    around = max(slow.matrix * parts.matrix, slow.vector * parts.vector)
+    seconds = sum(kernel.seconds for kernel in kernels) + compute_seconds(parts, slow)
     return replace(
         paid,
-        seconds=max(sum(kernel.seconds for kernel in kernels) + around, slow.memory * parts.memory),
+        seconds=max(seconds, slow.memory * parts.memory),
         resource=Resource.mxu,
         by=PricedBy.kernel,
         low=None,
@@ -282,14 +292,6 @@ def _fused_kernel(
     return grouped_cost(inner, call, rates) or kernel_cost(module, inner, call, rates, in_vmem)
 
 
-_SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
-_CALLED = frozenset(("custom-call", "infeed", "outfeed"))
-_ADDRESSED = frozenset(
-    {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
-    | {"rng-bit-generator", "custom-call"}
-)
-
-
 def streams(module: Module, instruction: Instruction) -> bool:
     """Whether an op passes over its data in order; gathers, scatters and sorts do not."""
     if instruction.opcode == "reduce-window":
@@ -317,11 +319,6 @@ def _bound(seconds: float, matrix: float, memory: float) -> Resource:
     if max(matrix, memory) < seconds / 3:
         return Resource.vpu
     return Resource.mxu if matrix >= memory else Resource.hbm
-
-
-_STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
-_MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
-VISITED: float = constant("price.masked_visited")
 
 
 def masked_share(instruction: Instruction) -> float | None:

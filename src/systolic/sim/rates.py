@@ -8,6 +8,12 @@ from systolic.chips import Chip, Slice, known, usual
 from systolic.core.errors import NotFoundError
 
 _NARROW = {"s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
+SUBLANES, LANES = usual("tpu")["vpu_shape"].value
+"""Rows and columns of a vector register, and of the tiles that arrays lie in."""
+REGISTER = SUBLANES * LANES
+"""Elements of a vector register, 32 bits each."""
+_STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
+_SCOPED = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +60,6 @@ def peaks_of(chip: Chip) -> dict[str, float]:
     return {name: peak for name, peak in peaks.items() if peak is not None}
 
 
-SUBLANES, LANES = usual("tpu")["vpu_shape"].value
-"""Rows and columns of a vector register, and of the tiles that arrays lie in."""
-REGISTER = SUBLANES * LANES
-"""Elements of a vector register, 32 bits each."""
-
-
 def matrix_width(chip: Chip | None) -> int:
     """Rows and columns of a chip's matrix units; the narrowest there are where they are not known."""
     shape = chip.mxu_shape if chip is not None else None
@@ -96,16 +96,10 @@ def cores_used(parallel: Sequence[int], rates: Rates) -> float:
     return largest / -(-largest // cores(rates))
 
 
-_STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
-
-
 def asked_state(flags: Sequence[str]) -> int | None:
     """The power state that the compiler's flags ask for; None where they don't."""
     states = [int(match[1]) for flag in flags if (match := _STATE.fullmatch(flag))]
     return states[-1] if states else None
-
-
-_SCOPED = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
 
 
 def scoped_bytes(flags: Sequence[str]) -> float:

@@ -83,6 +83,21 @@ _NOTES = {
         "estimated: FFTs by 5 n log2 n FLOPs and their bytes",
     ),
 }
+MATMUL_EFFICIENCY: float = constant("roofline.matmul_efficiency")
+MEMORY_EFFICIENCY: float = constant("roofline.memory_efficiency")
+F32_SHARE: float = constant("roofline.f32_share")
+ATTENTION: tuple[tuple[int, float], ...] = constant("roofline.attention")
+"""Head dim, and share of the bf16 peak that attention reaches with it."""
+LAUNCH_SECONDS: float = constant("roofline.launch_seconds")
+_FMHA = "__cudnn$fmha"
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+_LAYOUT_ONLY = frozenset(("parameter", "copy", "transpose", "bitcast", "reshape"))
+_PASSED = ("bitcast", "reshape", "get-tuple-element")
+_PRODUCTS = ("dot", "convolution")
+_LEAST_BYTES = 65536
+"""Size below which the way of reading an array does not matter."""
+Reading = tuple[Instruction, Instruction]
+"""A reader, and the instruction whose result it reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,16 +267,6 @@ def _window(held: Instruction, at: Computation) -> float:
     scattered = held.opcode == "select-and-scatter"
     over = at.operand_shapes(held)[1] if scattered else next(held.shape.arrays())
     return float(over.elements * size)
-
-
-MATMUL_EFFICIENCY: float = constant("roofline.matmul_efficiency")
-MEMORY_EFFICIENCY: float = constant("roofline.memory_efficiency")
-F32_SHARE: float = constant("roofline.f32_share")
-ATTENTION: tuple[tuple[int, float], ...] = constant("roofline.attention")
-"""Head dim, and share of the bf16 peak that attention reaches with it."""
-LAUNCH_SECONDS: float = constant("roofline.launch_seconds")
-_FMHA = "__cudnn$fmha"
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 
 
 class ModuleSource(enum.Enum):
@@ -630,16 +635,6 @@ def _share(head_dim: int) -> float:
     (low, small), (high, large) = ATTENTION
     at = min(max((head_dim - low) / (high - low), 0.0), 1.0)
     return small + at * (large - small)
-
-
-_LAYOUT_ONLY = frozenset(("parameter", "copy", "transpose", "bitcast", "reshape"))
-_PASSED = ("bitcast", "reshape", "get-tuple-element")
-_PRODUCTS = ("dot", "convolution")
-_LEAST_BYTES = 65536
-"""Size below which the way of reading an array does not matter."""
-
-Reading = tuple[Instruction, Instruction]
-"""A reader, and the instruction whose result it reads."""
 
 
 @dataclass

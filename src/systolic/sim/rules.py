@@ -23,6 +23,7 @@ OP_CYCLES: float = constant("rules.op_cycles")
 LANE_CYCLES: float = constant("rules.lane_cycles")
 INDEX_CYCLES: float = constant("rules.index_cycles")
 UPDATE_CYCLES: float = constant("rules.update_cycles")
+TOP_K_COMPARED: float = constant("rules.top_k_compared")
 RANDOM_OPS: float = constant("rules.random_ops")
 MEASURED: float = constant("rules.measured")
 UNMEASURED: float = constant("rules.unmeasured")
@@ -31,6 +32,10 @@ HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 """Custom calls that put an array of 64-bit elements together of its 32-bit halves, or take one half."""
 _MOVES = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "bitcast-convert"} | {"copy"}
+)
+_RULED = frozenset(
+    {"sort", "gather", "scatter", "fft", "rng-bit-generator", "reduce-window"}
+    | {"select-and-scatter"}
 )
 
 
@@ -94,12 +99,6 @@ def ruled(
     return _window(inside, held, work, rates)
 
 
-_RULED = frozenset(
-    {"sort", "gather", "scatter", "fft", "rng-bit-generator", "reduce-window"}
-    | {"select-and-scatter"}
-)
-
-
 def _addressed(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction | None, Computation]:
@@ -157,10 +156,8 @@ def _sort(
     size = max(keys.dims[dim] if keys.dims else 1, 2)
     registers = sum(_registers(shape, dim, size) for shape in operands)
     """Registers of all operands: each is moved by a swap."""
-    operand_registers = registers / len(operands)
     compared = comparator_operations(module, sort)
-    # A pair is compared once, and each of its operands takes two selects.
-    operations = operand_registers * (compared / 2 + 1) + 2 * registers
+    operations = stage_operations(registers / len(operands), len(operands), compared)
     stages = network_stages(size)
     crossed = LANE_CYCLES * registers * _lane_stages(keys, dim, size)
     passes = _passes(operands, dim, size, rates)
@@ -178,6 +175,11 @@ def carries_index(computation: Computation, sort: Instruction) -> bool:
         if user.opcode == "get-tuple-element" and user.operands[0] == sort.name
     }
     return not sort.root and len(sort.operands) - 1 not in read
+
+
+def stage_operations(registers: float, operands: int, compared: float) -> float:
+    """Vector operations of a stage over operands of so many registers: a pair is compared once, and each operand takes two selects."""
+    return registers * (compared / 2 + 1 + 2 * operands)
 
 
 def _network(operations: float, crossed: float, moved: float, rates: Rates, by: PricedBy) -> Ruled:
@@ -233,7 +235,7 @@ def comparator_operations(module: Module, sort: Instruction) -> int:
 
 
 def _top_k(computation: Computation, instruction: Instruction, work: Work, rates: Rates) -> Ruled:
-    """A top-k keeps a value and its index, and compares floats as integers of their bits: 8.5 operations a stage."""
+    """A top-k keeps a value and its index, and compares floats as integers of their bits."""
     keys = next(computation.operand_shapes(instruction)[0].arrays())
     kept = next(instruction.shape.arrays())
     dim = next(
@@ -242,7 +244,7 @@ def _top_k(computation: Computation, instruction: Instruction, work: Work, rates
     )
     size = max(keys.dims[dim], 2)
     registers = max(math.prod(keys.padded_dims) / REGISTER, 1.0)
-    operations = registers * (3.5 + 1 + 2 * 2)
+    operations = stage_operations(registers, 2, TOP_K_COMPARED)
     stages = top_k_stages(size, kept.dims[dim])
     order = keys.minor_to_major or tuple(range(len(keys.dims) - 1, -1, -1))
     crossed = 2 * LANE_CYCLES * registers * stages if order[0] == dim else 0.0

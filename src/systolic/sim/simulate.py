@@ -64,6 +64,12 @@ from systolic.sim.timeline import (
 DMA_SHARE: float = constant("simulate.dma_share")
 LANES = ("core", "dma")
 """Lanes whose spans read and write device memory."""
+DMA_SECONDS: float = constant("simulate.dma_seconds")
+TURN_SECONDS: float = constant("simulate.turn_seconds")
+MUCH = 0.02
+"""Share of the step above which a note reports estimated ops."""
+SPARSE = "sparse"
+"""The lane of what is offloaded to SparseCores."""
 
 
 def memory_seconds(timeline: Timeline, rates: Rates) -> float:
@@ -91,15 +97,6 @@ def shared(start: float, seconds: float) -> Span:
         resource=Resource.hbm,
         priced_by=PricedBy.rule,
     )
-
-
-DMA_SECONDS: float = constant("simulate.dma_seconds")
-TURN_SECONDS: float = constant("simulate.turn_seconds")
-MUCH = 0.02
-"""Share of the step above which a note reports estimated ops."""
-
-SPARSE = "sparse"
-"""The lane of what is offloaded to SparseCores."""
 
 
 def simulate(

@@ -42,6 +42,10 @@ _DROPPED = frozenset(
         "branch_1_fun",
     )
 )
+ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
+ASSUMED_SHARE: float = constant("timeline.assumed_share")
+_PARTICULAR = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*\.\d+(?:\.[A-Za-z]\w*)*|\d[\d.,e+]*\d|\d")
+"""Parts in which two notes of a kind differ: numbered names of instructions, and numbers."""
 
 
 @lru_cache(maxsize=65536)
@@ -68,10 +72,6 @@ def _bare(part: str) -> str:
     while wrapped := _WRAPPED.match(part):
         part = wrapped[1]
     return part
-
-
-ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
-ASSUMED_SHARE: float = constant("timeline.assumed_share")
 
 
 class Resource(enum.Enum):
@@ -286,10 +286,6 @@ def span_of(
         layer=layer_of(origin.op_name),
         source=str(source) if source else "",
     )
-
-
-_PARTICULAR = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*\.\d+(?:\.[A-Za-z]\w*)*|\d[\d.,e+]*\d|\d")
-"""Parts in which two notes of a kind differ: numbered names of instructions, and numbers."""
 
 
 def merged(notes: Iterable[str]) -> tuple[str, ...]:

@@ -12,6 +12,13 @@ from systolic.sim.traffic import fusion_bytes, plain_bytes
 
 _WINDOW = re.compile(r"(\w+)=(\S+)")
 _PAD = re.compile(r"(-?\d+)_(-?\d+)")
+WIDTHS: tuple[int, int] = usual("tpu")["mxu_widths"].value
+"""Rows and columns of a matrix unit: v2 to v5p, v6e and TPU7x."""
+PASSES = {"highest": 6.0, "high": 3.0}
+"""bf16 products of an f32 matmul (XLA's bf16_6x and bf16_3x); one at the default precision."""
+_RELAYED = frozenset(("bitcast", "convert", "copy", "reshape", "transpose"))
+_SIZE = re.compile(r"size=([\dx]+)")
+_INT = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +49,6 @@ class Work:
         return max(self.issued[1 if width > WIDTHS[0] else 0], self.flops)
 
 
-WIDTHS: tuple[int, int] = usual("tpu")["mxu_widths"].value
-"""Rows and columns of a matrix unit: v2 to v5p, v6e and TPU7x."""
-
-
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """FLOPs and HBM bytes; a fusion's are those of what it holds."""
     if instruction.opcode == "fusion":
@@ -58,10 +61,6 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         return replace(_matmul(instruction, shapes), bytes=moved)
     moved = plain_bytes(module, computation, instruction)
     return Work(bytes=moved, vector_flops=_summed(computation, instruction))
-
-
-PASSES = {"highest": 6.0, "high": 3.0}
-"""bf16 products of an f32 matmul (XLA's bf16_6x and bf16_3x); one at the default precision."""
 
 
 def _passes(instruction: Instruction, dtype: str) -> float:
@@ -146,9 +145,6 @@ def _matmuls(module: Module, computation: Computation) -> Work:
     return total
 
 
-_RELAYED = frozenset(("bitcast", "convert", "copy", "reshape", "transpose"))
-
-
 def _summed(computation: Computation, instruction: Instruction) -> float:
     """FLOPs of a sum that was a matmul in the program: of few rows a compiler makes it a product and a reduction.
 
@@ -230,10 +226,6 @@ def _positions(
         first += (-offset // common * inverse - first) % every
         pairs += max((last - first) // every + 1, 0)
     return pairs
-
-
-_SIZE = re.compile(r"size=([\dx]+)")
-_INT = re.compile(r"\d+")
 
 
 def window_sizes(instruction: Instruction) -> list[int]:

@@ -29,6 +29,7 @@ from systolic.models.decoder.layer_groups import EXPERT_MATRICES
 from systolic.models.quantized.codes import Quantized, quantized
 from systolic.models.quantized.placement import INT8
 from systolic.steps import jaxpr
+from systolic.steps.logits import pick
 from systolic.steps.network import Arrays
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import RULES, SERVING, SERVING_HEADS
@@ -267,26 +268,6 @@ class Decode:
     def _module(self, params: Arrays, model_state: Arrays) -> Any:
         # Weights of :meth:`weights` are cast already; those of quantization-aware training would be rounded twice.
         return self.steps.network.module(params, model_state, train=False)
-
-
-def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """int32[batch] tokens from logits [batch, vocab]."""
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / sampling.temperature
-    if sampling.top_k:
-        smallest = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if sampling.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(
-            ordered, axis=-1
-        )
-        smallest = jnp.min(
-            jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
-        )
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
 class Written(NamedTuple):

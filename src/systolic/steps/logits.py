@@ -1,11 +1,17 @@
-"""Logits: the choice of next tokens from them, each row by its own settings and random numbers, and scores of targets under them, with as few passes as possible."""
+"""Logits: the choice of next tokens from them, by one setting or each row by its own, and scores of targets under them, with as few passes as possible."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from systolic.job import Sampling
 from systolic.models.layers import name
+
+TOP = 20
+"""Likeliest tokens whose log-probabilities can be asked for, the most that OpenAI's API allows."""
+BLOCK = 256
+"""Tokens whose probabilities are summed first when one is drawn."""
 
 
 class Scores(NamedTuple):
@@ -61,10 +67,24 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return normaliser, jnp.sum(jnp.exp(logits - normaliser[..., None]) * moved, axis=-1)
 
 
-TOP = 20
-"""Likeliest tokens whose log-probabilities can be asked for, the most that OpenAI's API allows."""
-BLOCK = 256
-"""Tokens whose probabilities are summed first when one is drawn."""
+def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """int32[batch] tokens from logits [batch, vocab], all by one setting, which is compiled in; :func:`choose` has one a row."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / sampling.temperature
+    if sampling.top_k:
+        smallest = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(
+            ordered, axis=-1
+        )
+        smallest = jnp.min(
+            jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
+        )
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
 class Draw(NamedTuple):

@@ -68,6 +68,10 @@ GATHERED_BYTES = 32 << 20
 as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
 KV_MATRICES = ("key", "value")
 KV_BIASES = ("key_bias", "value_bias")
+BLOCKS = ("blocks/", "dense_blocks/")
+"""Beginnings of the paths of what lies stacked by layers."""
+SCORED = 32
+"""Positions of a prompt whose logits are held at once."""
 
 
 def paged_target(target: MeshTarget) -> MeshTarget:
@@ -178,13 +182,6 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
         return array
 
     return {path: copied(path, array) for path, array in arrays.items()}
-
-
-BLOCKS = ("blocks/", "dense_blocks/")
-"""Beginnings of the paths of what lies stacked by layers."""
-
-SCORED = 32
-"""Positions of a prompt whose logits are held at once."""
 
 
 class ServingWeights(NamedTuple):

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 from systolic.job import Optimizer
 
+LOW = 16
+"""Bits of a float32 that bf16 lacks."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +116,6 @@ class TrainState:
     def evaluated(self) -> dict[str, jax.Array]:
         """The weights that evaluation and generation use: the average where there is one."""
         return self.params if self.ema is None else self.ema
-
-
-LOW = 16
-"""Bits of a float32 that bf16 lacks."""
 
 
 def mixed(x: jax.Array) -> jax.Array:

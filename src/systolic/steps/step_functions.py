@@ -60,6 +60,22 @@ ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|axis|axes|size|featur
 OURS = Path(__file__).parents[1]
 SHOWN = 6
 """Arrays of a frame that a message names."""
+STACKED = ("layers", "experts", "stages")
+"""Logical dims that stack copies of a matrix."""
+SCHEDULED = optax.ScaleByScheduleState
+"""Field of every rule's state that counts updates for the learning rate."""
+LARS = 0.001
+"""The trust coefficient of LARS (You et al. 2017)."""
+Axes = Mapping[str, tuple[str | None, ...]]
+"""Parameter name to the logical names of its dims; unnamed dims are ``None``."""
+Batch = Mapping[str, jax.Array]
+GUARD_WARMUP = 20
+"""Good steps before the guard judges a loss."""
+NOISE = 15.0
+"""Multiple of the log spread within which a loss is never a jump. For a log loss of standard deviation 1
+it allows a log ratio of 3; for a steady loss it is below any jump."""
+TINY = 1e-12
+"""Lower bound of a loss in ratios, against division by zero."""
 
 
 @contextmanager
@@ -153,19 +169,6 @@ def _arrays(values: Mapping[str, Any]) -> str:
         if isinstance(value, jax.Array | np.ndarray)
     ]
     return ", ".join(arrays[:SHOWN])
-
-
-STACKED = ("layers", "experts", "stages")
-"""Logical dims that stack copies of a matrix."""
-
-SCHEDULED = optax.ScaleByScheduleState
-"""Field of every rule's state that counts updates for the learning rate."""
-
-LARS = 0.001
-"""The trust coefficient of LARS (You et al. 2017)."""
-
-Axes = Mapping[str, tuple[str | None, ...]]
-"""Parameter name to the logical names of its dims; unnamed dims are ``None``."""
 
 
 def schedule(value: Schedule, steps: int, peak: Any) -> Callable[[Any], Any]:
@@ -334,19 +337,6 @@ def _muon_dims(axes: tuple[str | None, ...]) -> optax.contrib.MuonDimensionNumbe
     return optax.contrib.MuonDimensionNumbers(
         reduction_axis=tuple(own[:-1]), output_axis=(own[-1],)
     )
-
-
-Batch = Mapping[str, jax.Array]
-
-GUARD_WARMUP = 20
-"""Good steps before the guard judges a loss."""
-
-NOISE = 15.0
-"""Multiple of the log spread within which a loss is never a jump. For a log loss of standard deviation 1
-it allows a log ratio of 3; for a steady loss it is below any jump."""
-
-TINY = 1e-12
-"""Lower bound of a loss in ratios, against division by zero."""
 
 
 class StepFunctions:

@@ -15,6 +15,49 @@ from systolic.core.errors import LayoutError
 from systolic.job import Field, Job, Layout, Placement, Residual, WeightFormat
 from systolic.job.data import MASK
 
+AnyMesh = Mesh | AbstractMesh
+RULES: Mapping[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp", "expert"),
+    "expert_batch": ("data", "fsdp"),
+    "sequence": ("context",),
+    "residual_sequence": ("context",),
+    "residual_embed": (),
+    "stages": ("pipeline",),
+    "routed": ("expert",),
+    # parameters, and activations computed from them
+    "embed": ("fsdp", "expert", "context"),
+    "expert_embed": ("fsdp", "context"),
+    "conv_out": ("fsdp", "expert", "context"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "dense_mlp": ("tensor",),
+    "vocab": ("tensor",),
+    # Whole experts where fsdp divides them, so that gathers and scatters are along the major dim. Parts of each
+    # matrix narrower than a tile would be copied, and on TPU7x summed whole on every device.
+    "experts": ("expert", "fsdp"),
+    "layers": ("pipeline",),
+}
+"""Logical name of a dim to the mesh axes that split it; other names are not split."""
+SPLIT = {Residual.sequence: "residual_sequence", Residual.embed: "residual_embed"}
+"""Dim of the residual stream that ``tensor`` also splits, by the layout's choice."""
+SERVING: Mapping[str, tuple[str, ...]] = {
+    **RULES,
+    "embed": ("fsdp", "context"),
+    "experts": ("expert",),
+}
+"""Rules for programs without a gradient: the expert axis splits only experts. The other weights, a small part of
+a mixture, would be gathered for every token."""
+SERVING_HEADS: Mapping[str, tuple[str, ...]] = {
+    **SERVING,
+    "batch": ("data", "fsdp"),
+    **dict.fromkeys(("heads", "kv_heads", "vocab", "dense_mlp"), ("tensor", "expert")),
+}
+"""Rules of :attr:`systolic.job.ExpertAxis.heads`. Shared experts are split as narrow as the others, over the tensor axis alone."""
+SMALL = 2**14
+"""Elements below which a parameter without logical axes is replicated."""
+
 
 def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     """The six named axes of a definite layout over ``devices``.
@@ -115,50 +158,6 @@ def slice_of(device: jax.Device) -> int:
         return 0
 
 
-AnyMesh = Mesh | AbstractMesh
-
-RULES: Mapping[str, tuple[str, ...]] = {
-    # activations
-    "batch": ("data", "fsdp", "expert"),
-    "expert_batch": ("data", "fsdp"),
-    "sequence": ("context",),
-    "residual_sequence": ("context",),
-    "residual_embed": (),
-    "stages": ("pipeline",),
-    "routed": ("expert",),
-    # parameters, and activations computed from them
-    "embed": ("fsdp", "expert", "context"),
-    "expert_embed": ("fsdp", "context"),
-    "conv_out": ("fsdp", "expert", "context"),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "dense_mlp": ("tensor",),
-    "vocab": ("tensor",),
-    # Whole experts where fsdp divides them, so that gathers and scatters are along the major dim. Parts of each
-    # matrix narrower than a tile would be copied, and on TPU7x summed whole on every device.
-    "experts": ("expert", "fsdp"),
-    "layers": ("pipeline",),
-}
-"""Logical name of a dim to the mesh axes that split it; other names are not split."""
-SPLIT = {Residual.sequence: "residual_sequence", Residual.embed: "residual_embed"}
-"""Dim of the residual stream that ``tensor`` also splits, by the layout's choice."""
-
-SERVING: Mapping[str, tuple[str, ...]] = {
-    **RULES,
-    "embed": ("fsdp", "context"),
-    "experts": ("expert",),
-}
-"""Rules for programs without a gradient: the expert axis splits only experts. The other weights, a small part of
-a mixture, would be gathered for every token."""
-SERVING_HEADS: Mapping[str, tuple[str, ...]] = {
-    **SERVING,
-    "batch": ("data", "fsdp"),
-    **dict.fromkeys(("heads", "kv_heads", "vocab", "dense_mlp"), ("tensor", "expert")),
-}
-"""Rules of :attr:`systolic.job.ExpertAxis.heads`. Shared experts are split as narrow as the others, over the tensor axis alone."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshTarget:
     """Implements :class:`systolic.job.Target` for one mesh."""
@@ -250,10 +249,6 @@ class MeshTarget:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """``spec`` on this mesh."""
         return NamedSharding(self.mesh, spec)
-
-
-SMALL = 2**14
-"""Elements below which a parameter without logical axes is replicated."""
 
 
 def parameter_spec(

@@ -252,9 +252,9 @@ def replay(path: Path | str, *, trust: bool = False) -> "ReplayedStep":
         NotFoundError: there is no such file.
         TrustError: the run's recipe is another user's.
     """
-    from systolic.training.session import replay as again
+    from systolic.training import session
 
-    return again(Path(path), trust=trust)
+    return session.replay(Path(path), trust=trust)
 
 
 def _begun(run: Path | None) -> bool:

@@ -33,6 +33,20 @@ PARTS = (4, 2, 3)
 """Preferred numbers of parts of a batch for the noise of the gradient, best first."""
 
 Figures = dict[str, Any]
+SHARE = 0.01
+"""Share of a session's time for probes by default."""
+LOOKS = 50
+"""Most probes in a run by default."""
+LEAST_SECONDS = 2.0
+"""Fewest seconds that the probe's compile is expected to take."""
+PROBES_AFTERWARDS = 4
+"""Number of probes at a checkpoint."""
+CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
+"""Rate that bounds the time of :func:`examine` on a CPU."""
+MOST_SECONDS = 120.0
+DIGITS = 5
+"""Significant digits of recorded figures."""
+Event = Callable[[str, float, str], None]
 
 
 def num_parts(steps: StepFunctions) -> int:
@@ -157,29 +171,6 @@ def _of_parameter(
         "update": norm(update),
         "lost": lost / jnp.maximum(jnp.sum(moves.astype(jnp.float32), axis=dims), 1.0),
     }
-
-
-SHARE = 0.01
-"""Share of a session's time for probes by default."""
-
-LOOKS = 50
-"""Most probes in a run by default."""
-
-LEAST_SECONDS = 2.0
-"""Fewest seconds that the probe's compile is expected to take."""
-
-PROBES_AFTERWARDS = 4
-"""Number of probes at a checkpoint."""
-
-CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
-"""Rate that bounds the time of :func:`examine` on a CPU."""
-
-MOST_SECONDS = 120.0
-
-DIGITS = 5
-"""Significant digits of recorded figures."""
-
-Event = Callable[[str, float, str], None]
 
 
 class Probe:

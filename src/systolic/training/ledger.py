@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from systolic.setup import Setup
 
+SPAN = 8
+"""Fewest steps in the mean that the time left is computed from."""
+
 
 class Spent(enum.Enum):
     """Kinds of spent time."""
@@ -80,10 +83,6 @@ class Ledger:
         spent = {kind.value: claimed for kind, claimed in self._spent.items()}
         spent[Spent.other.value] += max(0.0, seconds - self.claimed)
         return spent
-
-
-SPAN = 8
-"""Fewest steps in the mean that the time left is computed from."""
 
 
 class _StepCounters(NamedTuple):

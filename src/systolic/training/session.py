@@ -490,12 +490,12 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         record = read_record(directory)
         flags = kept_flags(record, record.plan)
         from systolic.setup import set_up
-        from systolic.training.diagnosis import replay as again
+        from systolic.training import diagnosis
 
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = with_start(setup, directory.path, record)
-        return ReplayedStep(path=path, report=again(setup, directory, path))
+        return ReplayedStep(path=path, report=diagnosis.replay(setup, directory, path))
 
 
 def _workers(wanted: int, audience: Audience) -> int:

@@ -48,6 +48,16 @@ from systolic.training.session import SessionOptions
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60
 """Characters of a question that the next command asks."""
+LAG = 3
+"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""
+UNRATED = "the data has no validation split: training has no evaluations, and the last checkpoint counts as the best"
+"""Warning without a validation split; test metrics never choose a checkpoint."""
+NAMED = 100
+"""Most damaged files named between two records; the summary counts all."""
+RECORDS = 400
+"""Approximate number of regular records of a job by default."""
+LOG_SECONDS = 10.0
+"""Longest interval between records; slower steps get records besides the regular ones."""
 
 
 def summarise(
@@ -122,27 +132,11 @@ def said(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
 
 
-def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str | Messages) -> str:
+def sample(functions: StepFunctions, params: Any, model_state: Any, prompt: str | Messages) -> str:
     """Text that a language model generates after ``prompt``; its likeliest answer to messages."""
     sampling = Sampling() if isinstance(prompt, str) else Sampling(temperature=0.0)
-    generator = Generator(steps, params, model_state, sampling)
-    return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed))
-
-
-LAG = 3
-"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""
-
-UNRATED = "the data has no validation split: training has no evaluations, and the last checkpoint counts as the best"
-"""Warning without a validation split; test metrics never choose a checkpoint."""
-
-NAMED = 100
-"""Most damaged files named between two records; the summary counts all."""
-
-RECORDS = 400
-"""Approximate number of regular records of a job by default."""
-
-LOG_SECONDS = 10.0
-"""Longest interval between records; slower steps get records besides the regular ones."""
+    generator = Generator(functions, params, model_state, sampling)
+    return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=functions.job.seed))
 
 
 def _nothing(*_: Any) -> None:
@@ -186,7 +180,7 @@ class Trainer:
     warn: Callable[[str], None] = _nothing
 
     def __post_init__(self) -> None:
-        self.job, self.steps = self.setup.job, self.setup.steps
+        self.job, self.functions = self.setup.job, self.setup.steps
         self.checkpointer = Checkpointer(self.setup, self.run, self.ledger, self.event)
         self.store = self.checkpointer.store
         self.train_program = CompiledStep("train", self.setup.jitted_train, self.ledger, self.event)
@@ -263,7 +257,9 @@ class Trainer:
         require_same_job(self.setup)
         require_same_data(self.job.data)
         with self.heartbeat, Interrupt() as interrupt:
-            feed = training(self.job, self.steps, self.options.workers, self.setup.intended_layout)
+            feed = training(
+                self.job, self.functions, self.options.workers, self.setup.intended_layout
+            )
             try:
                 state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)
@@ -282,11 +278,11 @@ class Trainer:
 
         ``None`` where the process was asked to stop before.
         """
-        steps = self.steps
+        functions = self.functions
         if resume:
             self.checkpointer.check()
         if self.loaded is None:
-            self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
+            self.train_program.prepare(functions.abstract_state, functions.abstract_batch())
         self.probe.prepare()
         # Imports for the first save and the feed's thread, while XLA compiles. Not in a thread, since
         # two threads that import the same modules can see them partly initialised.
@@ -302,14 +298,14 @@ class Trainer:
             name=self.job.name,
             steps=self.job.steps,
             unit=self.setup.unit,
-            num_parameters=steps.network.num_parameters,
-            total_parameters=plain_parameters(steps),
+            num_parameters=functions.network.num_parameters,
+            total_parameters=plain_parameters(functions),
             devices=self.setup.machine.name,
             num_devices=len(self.setup.machine.devices),
             device_kind=self.setup.machine.kind,
-            precision=computed_in(steps.target),
+            precision=computed_in(functions.target),
             flags=list(self.setup.flags),
-            batch=steps.batch_size,
+            batch=functions.batch_size,
             examples=self.examples,
             workers=self.options.workers,
             layout=self.job.layout.mesh_shape,
@@ -325,7 +321,7 @@ class Trainer:
         self._say_restored(restored, resume)
         if self.loaded is not None:
             loaded = self.loaded
-            self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
+            self.train_program.adopt(functions.abstract_batch(), loaded.compiled, loaded.seconds)
         state = self._first_state(interrupt) if restored is None else restored.state
         if self.validates and not interrupt.alone():
             self.eval_program.prepare(*self.setup.abstract_evaluation)
@@ -416,7 +412,7 @@ class Trainer:
     def _epochs(self, feed: Any) -> float | None:
         """Passes over the training data so far; ``None`` where it is unknown."""
         if self.examples:
-            return self.progress.step * self.steps.batch_size / self.examples
+            return self.progress.step * self.functions.batch_size / self.examples
         return self.job.data.epochs(first_reader(feed.get_state()))
 
     def _due(self, every: int) -> bool:
@@ -428,7 +424,7 @@ class Trainer:
 
     def _notes(self) -> None:
         """Reports notes on kernels from tracing since the last call."""
-        notes = self.steps.target.notes
+        notes = self.functions.target.notes
         for note in notes[self.notes_told :]:
             self.event("kernel", 0.0, note)
         self.notes_told = len(notes)
@@ -602,7 +598,7 @@ class Trainer:
             prompt = sample_prompt(self.job)
             if prompt is None:
                 return
-            text = sample(self.steps, state.evaluated, state.model_state, prompt)
+            text = sample(self.functions, state.evaluated, state.model_state, prompt)
         except Exception as error:  # a failed sample must not fail the run
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.caution("sample", f"no sample: {reason}")

@@ -18,6 +18,18 @@ COSTS: Mapping[str, str] = {
     "parameters": "size of the model",
 }
 """Objectives that are costs, not metrics, with what they measure."""
+ENOUGH = 30
+"""Fewest distinct settings with a result for importances, unless the search has fewer settings."""
+FENCE = 1.5
+"""Interquartile ranges beyond the worse quartile after which a result is an outlier."""
+FEWEST = 8
+"""Fewest results in which outliers are identified."""
+TREES = 16
+"""Trees of a forest."""
+FORESTS = (4, 32)
+"""Fewest and most forests over which shares are averaged: with few results, those of one hang on its seed by several per cent."""
+ERROR = 0.005
+"""Standard error of every share at which no further forest is grown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,22 +138,6 @@ def _mode(text: str, direction: str | None, name: str, evaluation: Evaluation) -
     raise OptionError(
         f"--objective {name} has no direction{nearest(name, known)}; give min:{name} or max:{name}, or one of {', '.join(known)}"
     )
-
-
-ENOUGH = 30
-"""Fewest distinct settings with a result for importances, unless the search has fewer settings."""
-FENCE = 1.5
-"""Interquartile ranges beyond the worse quartile after which a result is an outlier."""
-FEWEST = 8
-"""Fewest results in which outliers are identified."""
-
-
-TREES = 16
-"""Trees of a forest."""
-FORESTS = (4, 32)
-"""Fewest and most forests over which shares are averaged: with few results, those of one hang on its seed by several per cent."""
-ERROR = 0.005
-"""Standard error of every share at which no further forest is grown."""
 
 
 def importance(study: Any, aims: Sequence[Aim], searched: Sequence[Searched]) -> dict[str, float]:

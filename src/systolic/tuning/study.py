@@ -30,6 +30,27 @@ TRIALS = "trials.json"
 RESULTS = "study.json"
 KEYS = {"recipe", "search"}
 """Entries that the JSON files of a study have."""
+DEFINITION = "systolic"
+"""Study attribute: the definition of the search."""
+CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
+"""Parts of a definition that are not in the command."""
+UNKNOWN_WORKER = "unknown"
+"""Worker of a trial that another program has started."""
+BUSY_SECONDS = 60
+"""Timeout for another process's write to an SQLite file."""
+OWN = {"studies", "alembic_version", "version_info", TABLE}
+"""Tables that identify a file as Optuna's or ours."""
+MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
+"""Database errors while another process creates the tables."""
+OPENED = 10
+"""Attempts to open a storage while another process creates its tables."""
+DAMAGED = ("malformed", "not a database")
+"""SQLite errors for a damaged file."""
+UNKNOWN = ("no such table", "no such column", "has no column")
+"""SQLite errors for tables of another version, which are OperationalErrors like those of a file that can't be opened."""
+_ELSE = "restore it from a backup, or give --study another folder (and --storage, if given, another database)"
+BEATS = 4
+"""Heartbeats within the time after which a trial without any is taken over."""
 
 
 class _SavedRow(Struct):
@@ -76,29 +97,6 @@ def _read(file: Path) -> dict[str, Any] | None:
     except (ValueError, OSError):
         return None
     return record if isinstance(record, dict) else {}
-
-
-DEFINITION = "systolic"
-"""Study attribute: the definition of the search."""
-CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
-"""Parts of a definition that are not in the command."""
-UNKNOWN_WORKER = "unknown"
-"""Worker of a trial that another program has started."""
-BUSY_SECONDS = 60
-"""Timeout for another process's write to an SQLite file."""
-OWN = {"studies", "alembic_version", "version_info", TABLE}
-"""Tables that identify a file as Optuna's or ours."""
-MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
-"""Database errors while another process creates the tables."""
-OPENED = 10
-"""Attempts to open a storage while another process creates its tables."""
-DAMAGED = ("malformed", "not a database")
-"""SQLite errors for a damaged file."""
-UNKNOWN = ("no such table", "no such column", "has no column")
-"""SQLite errors for tables of another version, which are OperationalErrors like those of a file that can't be opened."""
-_ELSE = "restore it from a backup, or give --study another folder (and --storage, if given, another database)"
-BEATS = 4
-"""Heartbeats within the time after which a trial without any is taken over."""
 
 
 class TrialNotes(Struct, frozen=True, kw_only=True, omit_defaults=True):

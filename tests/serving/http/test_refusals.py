@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from systolic.serving.http.responses import failure
+from systolic.serving.text.request import Finish, TextOutput
 from tests.serving.http.running import Running
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -34,3 +36,12 @@ def test_refusals_say_what_was_given_and_what_to_send(
     with server.client() as http:
         found = http.post(f"/v1/{path}", json={"model": "echo", **body})
     assert found.json()["error"]["message"] == told
+
+
+def test_only_texts_that_ended_by_themselves_are_successes() -> None:
+    problems = {finish: failure(TextOutput(finish=finish)) for finish in (None, *Finish)}
+    status = {finish: problem.status for finish, problem in problems.items() if problem is not None}
+    assert status == {Finish.error: 500, Finish.deadline: 504, Finish.cancelled: 503}
+    # A reason that no case names is a fault of the server, not a success.
+    with pytest.raises(AssertionError):
+        failure(TextOutput(finish="preempted"))  # ty: ignore[invalid-argument-type]

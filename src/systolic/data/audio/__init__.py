@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,10 @@ from systolic.core.files import as_paths, lines_of
 from systolic.core.ranges import COUNT, Range, check
 from systolic.data.input_files import SIDE, pack
 from systolic.data.random_access import Picks, Table
+from systolic.data.text.text_data import FILL
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import MASK, Batches, Contents, OnError
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 BYTE_ORDERS = {b"RIFF": "little", b"FORM": "big"}
 """Byte order of the sizes in files of chunks, by their first bytes."""
@@ -34,6 +31,26 @@ SLACK = 64
 """Bytes by which headers are wrong that count themselves."""
 PAGE = 27
 """Bytes of an Ogg page before its table of segments, whose size is the last of them."""
+RATE = 16_000
+"""Samples a second."""
+WINDOW = 400
+"""Samples of a frame: 25 ms."""
+HOP = 160
+"""Samples between frames: 10 ms."""
+FLOOR = 1e-10
+"""Least power before the logarithm."""
+DYNAMIC_RANGE = 8.0
+"""Powers of ten below the loudest bin, at which a spectrogram is cut."""
+BLOCK = 1 << 16
+"""Samples that are decoded at once."""
+SLACK_SECONDS = 0.1
+"""By which the length in an MP3's header is wrong: a few of its frames."""
+QUIET = 1600
+"""Samples, 0.1 s, of the stretches among which a cut looks for the quietest."""
+SEARCHED = 6
+"""A cut lies in the last of so many parts of a window: the last 5 s of 30."""
+KNEE, LINEAR_STEP, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
+"""The mel scale, in hertz: linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
 
 
 def lacks_end(file: BinaryIO) -> bool:
@@ -66,29 +83,6 @@ def _chunk_lacks_end(file: BinaryIO, size: int, little: bool) -> bool:
             return length < UNKNOWN and at + length > size + SLACK
         at += length + length % 2
     return False
-
-
-RATE = 16_000
-"""Samples a second."""
-WINDOW = 400
-"""Samples of a frame: 25 ms."""
-HOP = 160
-"""Samples between frames: 10 ms."""
-FLOOR = 1e-10
-"""Least power before the logarithm."""
-DYNAMIC_RANGE = 8.0
-"""Powers of ten below the loudest bin, at which a spectrogram is cut."""
-BLOCK = 1 << 16
-"""Samples that are decoded at once."""
-SLACK_SECONDS = 0.1
-"""By which the length in an MP3's header is wrong: a few of its frames."""
-QUIET = 1600
-"""Samples, 0.1 s, of the stretches among which a cut looks for the quietest."""
-SEARCHED = 6
-"""A cut lies in the last of so many parts of a window: the last 5 s of 30."""
-
-KNEE, LINEAR_STEP, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
-"""The mel scale, in hertz: linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
 
 
 def read_sound(
@@ -217,10 +211,6 @@ def _hertz(mel: np.ndarray) -> np.ndarray:
     """Frequencies of mels."""
     linear, knee = mel * LINEAR_STEP, KNEE / LINEAR_STEP
     return np.where(mel < knee, linear, KNEE * np.exp(LOG_STEP * (mel - knee)))
-
-
-FILL = {"targets": -1}
-"""Padding values other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

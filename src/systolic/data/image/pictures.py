@@ -14,7 +14,6 @@ from systolic.core.errors import DataError, extra
 from systolic.core.ranges import COUNT, SHARE, Range, check
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
 
 
@@ -26,6 +25,16 @@ RATIO = 4 / 3
 
 _ORIENTATION = 0x0112
 """EXIF tag of a camera's orientation."""
+SAFE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats of pictures from strangers: Pillow's readers of others start programs, or are rarely looked at."""
+CHANCES = 13
+"""Random numbers a picture: 5 for crop and mirroring, 3 for colours, 5 for erasing."""
+ERASED_AREA = (0.02, 0.33)
+"""Share of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
+ERASED_ASPECT = (0.3, 3.3)
+"""Height over width of the erased rectangle, least and most; same source."""
+LUMA = (0.299, 0.587, 0.114)
+"""Grey from red, green and blue (ITU-R BT.601)."""
 
 
 class Crop(NamedTuple):
@@ -163,10 +172,6 @@ def centre(
     return crop(image, centre_box(*upright(image, name), share), size, channels, name)
 
 
-SAFE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Formats of pictures from strangers: Pillow's readers of others start programs, or are rarely looked at."""
-
-
 def check_picture(content: bytes, most_pixels: int, name: str) -> None:
     """Refuses a stranger's picture by its header, before its pixels take memory.
 
@@ -190,16 +195,6 @@ def check_picture(content: bytes, most_pixels: int, name: str) -> None:
         raise DataError(
             f"{name} has {width} x {height} pixels, and at most {most_pixels} are taken; send a smaller one"
         )
-
-
-CHANCES = 13
-"""Random numbers a picture: 5 for crop and mirroring, 3 for colours, 5 for erasing."""
-ERASED_AREA = (0.02, 0.33)
-"""Share of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
-ERASED_ASPECT = (0.3, 3.3)
-"""Height over width of the erased rectangle, least and most; same source."""
-LUMA = (0.299, 0.587, 0.114)
-"""Grey from red, green and blue (ITU-R BT.601)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

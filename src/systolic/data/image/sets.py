@@ -30,6 +30,10 @@ BRIGHTEST = 16
 
 HELD_OUT = {Split.validation: 0.1, Split.test: 0.2}
 """Share of each class."""
+DEBIAN = Path("/usr/share/datasets")
+"""Folder of Debian's packages named dataset-*."""
+_BYTES = 8
+_FILES = {Split.train: "train", Split.test: "t10k"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,13 +109,6 @@ def _file() -> Path:
     if spec is None or spec.origin is None:
         raise MissingExtraError("the pictures of digits", package="scikit-learn")
     return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-
-
-DEBIAN = Path("/usr/share/datasets")
-"""Folder of Debian's packages named dataset-*."""
-
-_BYTES = 8
-_FILES = {Split.train: "train", Split.test: "t10k"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

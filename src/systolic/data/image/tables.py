@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +22,6 @@ from systolic.data.image.pictures import (
 from systolic.data.input_files import SIDE, pack
 from systolic.data.random_access import Picks, Table, uniform
 from systolic.job.data import MASK, OnError
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 MANY = 8
 """Unreadable pictures of one batch without a readable one that count as a failure of all."""

@@ -18,6 +18,22 @@ from systolic.data.text.line_files import UTF8_MARK, WIDE_MARKS, not_json, refus
 
 FEWEST_GROUPS = 8
 """Number of row groups from which an order matters although some groups are shuffled together."""
+CHECKED_BYTES = 1 << 20
+"""Bytes of the first JSONL file that are checked on opening; other lines are checked when read."""
+TEXT = frozenset(
+    {".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".log", ".py", ".pyi", ".c"}
+    | {".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".php"}
+    | {".sh", ".sql", ".scala", ".kt", ".swift", ".jl", ".r", ".lua", ".toml", ".yaml"}
+    | {".yml"}
+)
+"""Suffixes of files that are one document each."""
+LINES = frozenset((".jsonl", ".ndjson"))
+PARQUET = frozenset((".parquet",))
+RECORDS = frozenset((".array_record", ".arrayrecord"))
+HEAD_BYTES = 1 << 16
+"""Bytes read from a file to tell text from binary."""
+_DECOMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+"""How a compressed file is decompressed, by its suffix."""
 
 
 def sorted_by(about: Any) -> str:
@@ -42,10 +58,6 @@ def sorted_by(about: Any) -> str:
         if alone and ranges[0] != ranges[-1] and (ordered or grouped):
             return groups[0].column(number).path_in_schema
     return ""
-
-
-CHECKED_BYTES = 1 << 20
-"""Bytes of the first JSONL file that are checked on opening; other lines are checked when read."""
 
 
 class Corpus(ABC):
@@ -400,24 +412,6 @@ def _key(name: str) -> int:
 def _keys(name: str, count: int) -> np.ndarray:
     numbers = np.arange(1, count + 1, dtype=np.uint64)
     return mix(np.array([_key(name)], np.uint64) + numbers * np.uint64(0x9E3779B97F4A7C15))
-
-
-TEXT = frozenset(
-    {".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".log", ".py", ".pyi", ".c"}
-    | {".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".php"}
-    | {".sh", ".sql", ".scala", ".kt", ".swift", ".jl", ".r", ".lua", ".toml", ".yaml"}
-    | {".yml"}
-)
-"""Suffixes of files that are one document each."""
-
-LINES = frozenset((".jsonl", ".ndjson"))
-PARQUET = frozenset((".parquet",))
-RECORDS = frozenset((".array_record", ".arrayrecord"))
-HEAD_BYTES = 1 << 16
-"""Bytes read from a file to tell text from binary."""
-
-_DECOMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
-"""How a compressed file is decompressed, by its suffix."""
 
 
 @lru_cache(maxsize=16)

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
     from systolic.data.text.corpus import Corpus
     from systolic.data.text.rows import HeldRecords
-    from systolic.data.text.tokenizer import Tokenizer
 
 
 PIECE_BYTES = 1 << 16
 """Plain text files longer than this are read as several documents, cut at line ends."""
+_LEFT_OUT = frozenset({"site-packages", "test", "tests", "idle_test"})
+"""Folders whose files are not the library's own code, or are tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,10 +275,6 @@ def _nothing(data: Documents, split: Split, count: int) -> str:
     if split is Split.validation and count:
         return f"{where} has {count:,} document{'s'[: count != 1]} and a validation share of {data.validation_share:g}, so none is for validation; give validation text of its own"
     return f"{where} has no documents; give some text"
-
-
-_LEFT_OUT = frozenset({"site-packages", "test", "tests", "idle_test"})
-"""Folders whose files are not the library's own code, or are tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

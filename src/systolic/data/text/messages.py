@@ -21,6 +21,42 @@ OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Marks around a template's ``generation`` blocks while it is rendered, of Unicode's private use."""
 REASON = 300
 """Characters of a template's own message that are shown."""
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message, and what else a template may read of it."""
+ANSWERS = "assistant"
+"""Role whose turns are the model's."""
+FLAGS = ("weight", "train", "loss")
+"""Fields of an answer that say whether it is learned: OpenAI's, Axolotl's and ms-swift's."""
+READ = "systolic.read"
+"""Field of an answer that is read and not learned without saying so; templates are not given it."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning: the first is the one that templates read, ``thinking`` that of gpt-oss."""
+TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+"""Special tokens that a template may name."""
+ONE, OTHER = "zqxone", "zqxother"
+"""Texts of samples, which no template has."""
+CALL = "zqx000001"
+"""Id of a sample's call: Mistral's templates take nine letters and digits."""
+CALLING: Sequence[Mapping[str, Any]] = ({}, {"content": None}, {"content": "a"})
+"""Contents beside a sample's call: templates ask whether it is none, or whether it is there, or read it as any other."""
+SAMPLES = ("user", "system", "developer", ANSWERS, "tool")
+"""Roles of which there are samples."""
+ABSENT, NONE, EMPTY, SAID = "absent", "none", "empty", "said"
+CONTENTS: Mapping[str, Mapping[str, Any]] = {
+    ABSENT: {},
+    NONE: {"content": None},
+    EMPTY: {"content": ""},
+    SAID: {"content": OTHER},
+}
+"""Contents of a sample's answer with a call."""
 
 
 class _Answers(Extension):
@@ -190,32 +226,6 @@ def _reason(error: BaseException) -> str:
     return text if len(text) <= REASON else f"{text[:REASON]}…"
 
 
-Messages = Sequence[Mapping[str, Any]]
-"""``role`` and ``content`` of each message, and what else a template may read of it."""
-ANSWERS = "assistant"
-"""Role whose turns are the model's."""
-FLAGS = ("weight", "train", "loss")
-"""Fields of an answer that say whether it is learned: OpenAI's, Axolotl's and ms-swift's."""
-READ = "systolic.read"
-"""Field of an answer that is read and not learned without saying so; templates are not given it."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning: the first is the one that templates read, ``thinking`` that of gpt-oss."""
-TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
-"""Special tokens that a template may name."""
-ONE, OTHER = "zqxone", "zqxother"
-"""Texts of samples, which no template has."""
-CALL = "zqx000001"
-"""Id of a sample's call: Mistral's templates take nine letters and digits."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Takes:
     """Treatment of messages by a template."""
@@ -378,18 +388,10 @@ def takes_of(template: str) -> Takes:
     )
 
 
-CALLING: Sequence[Mapping[str, Any]] = ({}, {"content": None}, {"content": "a"})
-"""Contents beside a sample's call: templates ask whether it is none, or whether it is there, or read it as any other."""
-
-
 def _called(arguments: Any, id: str = CALL) -> list[dict[str, Any]]:
     function = {"name": "zqxcall", "arguments": arguments}
     call = {"id": id, "type": "function", "function": function}
     return [{"role": "user", "content": "a"}, {"role": ANSWERS, "tool_calls": [call]}]
-
-
-SAMPLES = ("user", "system", "developer", ANSWERS, "tool")
-"""Roles of which there are samples."""
 
 
 def _sample(role: str, content: Any, id: str = CALL) -> list[dict[str, Any]]:
@@ -424,16 +426,6 @@ def _joins_arguments(template: str) -> bool:
         return False
     text = json.dumps({"zqxkey": ONE})
     return _shows(template, _called(text), text)
-
-
-ABSENT, NONE, EMPTY, SAID = "absent", "none", "empty", "said"
-CONTENTS: Mapping[str, Mapping[str, Any]] = {
-    ABSENT: {},
-    NONE: {"content": None},
-    EMPTY: {"content": ""},
-    SAID: {"content": OTHER},
-}
-"""Contents of a sample's answer with a call."""
 
 
 def _texts_of_calls(template: str, *, joins: bool) -> dict[str, str | None]:

@@ -27,6 +27,14 @@ from systolic.job.data import Split
 MANIFEST = "dataset.json"
 FORMAT = 1
 """Raised when the files change in a way that older code misreads."""
+_RECORD_PLACES = 1 << 14
+"""Longest record; longer documents become several, so that a row never reads a whole book."""
+_OPTIONS = "group_size:1,zstd:3"
+"""One record a group, so that any record is read without its neighbours."""
+_BATCH_BYTES = 1 << 24
+"""Bytes of text tokenised at a time."""
+Tell = Callable[[Split, int, int], None]
+"""Called with the split, the documents written so far and all its documents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,19 +152,6 @@ def _load(folder: Path, stamp: int) -> Packed | None:
             f"{folder} was packed in format {manifest.get('format')}, this version reads {FORMAT}; pack it again or upgrade"
         )
     return Packed(folder=folder, manifest=manifest)
-
-
-_RECORD_PLACES = 1 << 14
-"""Longest record; longer documents become several, so that a row never reads a whole book."""
-
-_OPTIONS = "group_size:1,zstd:3"
-"""One record a group, so that any record is read without its neighbours."""
-
-_BATCH_BYTES = 1 << 24
-"""Bytes of text tokenised at a time."""
-
-Tell = Callable[[Split, int, int], None]
-"""Called with the split, the documents written so far and all its documents."""
 
 
 def pack_text(

@@ -16,6 +16,14 @@ from systolic.data.text.text_data import FILL, Packing
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Field, Read
 
+_ROWS = 256
+"""Rows of a window: enough for good packing, few enough to pack quickly."""
+_BYTES_PER_TOKEN = 4
+"""Typical of trained vocabularies on English (bytes are 1); only sizes windows."""
+GROUPS = 4
+"""Groups of documents (row groups of Parquet) whose documents are shuffled together."""
+_FOREVER = 1 << 60
+
 
 class Piece(NamedTuple):
     """Part of a document in one row."""
@@ -171,18 +179,6 @@ class HeldRecords(TokenRecords):
 def padding_share(batch: Mapping[str, np.ndarray]) -> float:
     """Share of padding in a batch."""
     return float(np.mean(batch["segments"] == 0))
-
-
-_ROWS = 256
-"""Rows of a window: enough for good packing, few enough to pack quickly."""
-
-_BYTES_PER_TOKEN = 4
-"""Typical of trained vocabularies on English (bytes are 1); only sizes windows."""
-
-GROUPS = 4
-"""Groups of documents (row groups of Parquet) whose documents are shuffled together."""
-
-_FOREVER = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

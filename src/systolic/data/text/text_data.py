@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from systolic.data.text.chat import ChatTemplate, Messages
-    from systolic.data.text.tokenizer import Tokenizer
 
 
 ROW = Range(least=1, most=2**24)

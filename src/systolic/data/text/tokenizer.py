@@ -39,6 +39,25 @@ PIECES = frozenset(("LlamaTokenizer", "CodeLlamaTokenizer"))
 """Classes of SentencePiece's pieces, with or without a space before a text."""
 SPACE = "\u2581"
 """SentencePiece's space."""
+BYTES_START = 256
+"""The byte vocabulary's document token, after the 256 byte values."""
+SMALLEST_VOCAB = 258
+"""Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
+SEED = 6
+"""Ids before a stream that are decoded together with its first ones."""
+_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
+_EOS_NAMES = (
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
+_MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+"""Names of these in published tokenizers, for a ``tokenizer.json`` without a config."""
 
 
 def token_config(folder: Path) -> dict[str, Any]:
@@ -195,28 +214,6 @@ def _each(part: Any, kind: str, fields: Mapping[str, Any]) -> Any:
     if not isinstance(steps, list):
         return part
     return {**part, "pretokenizers": [_each(step, kind, fields) for step in steps]}
-
-
-BYTES_START = 256
-"""The byte vocabulary's document token, after the 256 byte values."""
-
-SMALLEST_VOCAB = 258
-"""Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
-SEED = 6
-"""Ids before a stream that are decoded together with its first ones."""
-_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
-_EOS_NAMES = (
-    "</s>",
-    "<eos>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|eos|>",
-    "[EOS]",
-    "<|im_end|>",
-    "[SEP]",
-)
-_MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
-"""Names of these in published tokenizers, for a ``tokenizer.json`` without a config."""
 
 
 class Around(enum.Enum):

@@ -24,6 +24,29 @@ MOST_ROWS = 1000
 """Most ops in the table; those that take longest are kept."""
 MOST_STEPS = 200
 """Most steps that are drawn of a device."""
+COLUMNS = (
+    *("op", "kind", "program", "calls", "time", "share", "median", "p90", "FLOPs"),
+    *("HBM", "VMEM", "host", "links", "rate", "of peak", "bound by", "memory", "source"),
+)
+"""Columns of the table of ops; FLOPs and bytes are of one run."""
+WORDS = frozenset(("op", "kind", "program", "bound by", "memory", "source"))
+"""Columns of words; those of numbers are aligned at the right."""
+DEVICES = 4
+"""Devices with lanes of their own; the others' steps are in the table."""
+MAX_SPANS = 25_000
+"""Spans in a page; the shortest are left out above it."""
+UNITS = ("matrix units", "kernels", "vector units", "memory", "links", "host", "idle")
+"""Lanes of a core, of which it is in one at a time."""
+SPARSE, FLIGHT, LOOP = "SparseCore", "in flight", "host's loop"
+"""Lanes beside it."""
+_OF_UNIT = {MATRIX: "matrix units", MEMORY: "memory", VECTOR_MEMORY: "vector units"}
+_OF_RESOURCE = {
+    Resource.mxu: "matrix units",
+    Resource.hbm: "memory",
+    Resource.ici: "links",
+    Resource.dcn: "links",
+    Resource.host: "host",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +55,6 @@ class TableCell:
 
     text: str
     by: float | str
-
-
-COLUMNS = (
-    *("op", "kind", "program", "calls", "time", "share", "median", "p90", "FLOPs"),
-    *("HBM", "VMEM", "host", "links", "rate", "of peak", "bound by", "memory", "source"),
-)
-"""Columns of the table of ops; FLOPs and bytes are of one run."""
-WORDS = frozenset(("op", "kind", "program", "bound by", "memory", "source"))
-"""Columns of words; those of numbers are aligned at the right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,24 +257,6 @@ def cells(row: OpRow, total: float) -> list[TableCell]:
         TableCell(text=moved.space, by=moved.space),
         TableCell(text=op.source or op.op_name, by=op.source or op.op_name),
     ]
-
-
-DEVICES = 4
-"""Devices with lanes of their own; the others' steps are in the table."""
-MAX_SPANS = 25_000
-"""Spans in a page; the shortest are left out above it."""
-UNITS = ("matrix units", "kernels", "vector units", "memory", "links", "host", "idle")
-"""Lanes of a core, of which it is in one at a time."""
-SPARSE, FLIGHT, LOOP = "SparseCore", "in flight", "host's loop"
-"""Lanes beside it."""
-_OF_UNIT = {MATRIX: "matrix units", MEMORY: "memory", VECTOR_MEMORY: "vector units"}
-_OF_RESOURCE = {
-    Resource.mxu: "matrix units",
-    Resource.hbm: "memory",
-    Resource.ici: "links",
-    Resource.dcn: "links",
-    Resource.host: "host",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,8 @@ LINES = (3, 2, 1)
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
 """Remark of every explanation of a step."""
+LEFT = 3
+"""Most causes that are named of the best."""
 
 
 def print_causes(
@@ -225,10 +227,6 @@ def program_remarks(table: ProfileTable) -> list[str]:
             text += f"; {row.op.raw.name} {duration(row.median)}" + (f", {work}" if work else "")
         lines.append(text)
     return lines
-
-
-LEFT = 3
-"""Most causes that are named of the best."""
 
 
 def plain(cause: Cause) -> dict[str, Any]:

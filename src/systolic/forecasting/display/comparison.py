@@ -6,6 +6,9 @@ from systolic.core.units import duration, gibibytes
 from systolic.forecasting.comparison import FigureChange
 from systolic.report import figures
 
+SAME_RATIO = 0.0005
+"""Change of a figure, as a share of it, below which both are the same."""
+
 
 def lines(changes: Sequence[FigureChange], before: str, after: str) -> list[str]:
     """The changes as a table of plain text."""
@@ -19,10 +22,6 @@ def lines(changes: Sequence[FigureChange], before: str, after: str) -> list[str]
         name = name if len(name) <= 34 else f"…{name[-33:]}"
         shown.append(f"  {name:<34}{before_text:>12}  {after_text:>12}  {difference:>9}".rstrip())
     return shown
-
-
-SAME_RATIO = 0.0005
-"""Change of a figure, as a share of it, below which both are the same."""
 
 
 def figure_texts(change: FigureChange) -> tuple[str, str, str, str]:

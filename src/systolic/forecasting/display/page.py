@@ -50,6 +50,20 @@ MAP_LABEL = 1.2
 
 _STATE = re.compile(r"\.(\w+)\['([^']+)'\]$")
 """The end of a path into the state of training: ``.params['blocks/mlp/up']``."""
+MAX_DOTS = 150
+LEAST_SHARE = 2e-4
+"""Ops below this share of the step are not drawn."""
+LOWEST = 1e-6
+"""Share of the peak at the lower edge; slower ops are drawn there."""
+MAX_SPANS = 25_000
+"""Spans in a page; the shortest are left out above it."""
+BESIDE = {
+    "dma": "memory copies",
+    "ici": "chip links",
+    "dcn": "slice network",
+    "host": "host transfers",
+}
+"""Lanes that run beside the core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,13 +343,6 @@ def _rate(cost: OpCost, peak: float) -> str:
     return f"{si(cost.bytes / cost.seconds, 'B/s')}" if cost.bytes else ""
 
 
-MAX_DOTS = 150
-LEAST_SHARE = 2e-4
-"""Ops below this share of the step are not drawn."""
-LOWEST = 1e-6
-"""Share of the peak at the lower edge; slower ops are drawn there."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
     """Plot in FLOP/byte and FLOP/s of one device: the roofs as a line, ops as dots."""
@@ -417,17 +424,6 @@ def _decades(low: float, high: float) -> PlotAxis:
 def _text(cost: OpCost, across: float, up: float, share: float) -> str:
     """``fusion dot: 133 TFLOP/s at 2 k FLOP/byte, 6 ms (50.0 % of the step), mlp``."""
     return f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
-
-
-MAX_SPANS = 25_000
-"""Spans in a page; the shortest are left out above it."""
-BESIDE = {
-    "dma": "memory copies",
-    "ici": "chip links",
-    "dcn": "slice network",
-    "host": "host transfers",
-}
-"""Lanes that run beside the core."""
 
 
 def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ COLUMNS = (
 )
 NOTES = 4
 """Notes that are shown; JSON has all."""
+NAME, SIZE = 14, 11
 
 
 def print_serving(forecast: ServingForecast) -> None:
@@ -140,9 +141,6 @@ def _seconds(value: float | None) -> str:
 
 def _dollars(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-NAME, SIZE = 14, 11
 
 
 def memory_lines(memory: ServingMemory, tokens: int | None = None) -> list[str]:

@@ -65,6 +65,7 @@ PROGRAM = 1
 MODULE_ID = 1
 FIRST_STEP_ID = 2
 FIRST_OP_ID = 100
+VARINT, FIXED64, BYTES = 0, 1, 2
 
 
 def write_xprof(forecast: Forecast, folder: Path) -> Path:
@@ -302,9 +303,6 @@ def category(span: Span) -> str:
     if opcode in ("reshape", "transpose", "bitcast-convert"):
         return "data formatting"
     return opcode
-
-
-VARINT, FIXED64, BYTES = 0, 1, 2
 
 
 def varint(value: int) -> bytes:

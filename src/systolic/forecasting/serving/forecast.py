@@ -24,6 +24,7 @@ EQUAL = 0.999
 """Share of the most tokens a second from which loads count as equal."""
 HALVINGS = 60
 """Halvings of the interval in which the mean number of rows lies."""
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,9 +343,6 @@ def latency(text: str | float | None, option: str) -> float | None:
     if not match or seconds <= 0 or (not match[2] and isinstance(text, str)):
         raise OptionError(f"{option} is {text!r}; write a time such as 50ms, 1s or 1.5s")
     return seconds
-
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,10 @@ HOSTS = "systolic serve takes the devices of one machine; this slice has {} host
 
 Key = tuple[int, int]
 """Texts of a replica and tokens that are read of each; a chunk of a prompt is (1, tokens)."""
+SIZES = tuple(1 << power for power in range(13))
+"""Texts of an engine whose steps are computed; between them seconds are linear."""
+SUMS = 2
+"""Sums over a tensor axis of a layer: after attention and after its feed-forward part."""
 
 
 class ServerSteps(Protocol):
@@ -348,12 +352,6 @@ def _vocab(job: Job) -> int:
     if not isinstance(job.model, Decoder):
         raise OptionError(f"{job.name} is no language model; forecast its eval step instead")
     return job.model.vocab
-
-
-SIZES = tuple(1 << power for power in range(13))
-"""Texts of an engine whose steps are computed; between them seconds are linear."""
-SUMS = 2
-"""Sums over a tensor axis of a layer: after attention and after its feed-forward part."""
 
 
 @dataclass(frozen=True, kw_only=True)

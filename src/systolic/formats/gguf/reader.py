@@ -48,6 +48,50 @@ PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of a part of a split file, counted from 1 (llama.cpp's ``gguf-split``)."""
 COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 """Fields of a part: parts in all, its own number from 0, and the tensors of all."""
+LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of Gemma 27B, by which llama.cpp knows the one size whose products of attention are scaled by hidden size over heads."""
+CAPS = {"attention": 50.0, "final": 30.0}
+"""Soft caps of a Gemma 2 whose file gives none."""
+FREQUENCIES = "rope_freqs.weight"
+"""Tensor of the numbers that the frequencies of rotary embeddings are divided by."""
+PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Numbers of Llama 3.1, 3.2 and 3.3, which no field of a file has."""
+ORIGINAL = "rope.scaling.original_context_length"
+Fields = Mapping[str, Any]
+"""Metadata by name."""
+Edit = Callable[[np.ndarray], np.ndarray]
+EVERY_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+}
+"""Tensors that a layer of every architecture has: matrices of attention and MLP, and the norm before attention."""
+TWO_NORMS = {**EVERY_LAYER, "ffn_norm": "post_attention_layernorm"}
+"""Tensors of a layer with two norms."""
+QUERY_KEY_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+"""Norms of queries and keys, in addition."""
+FOUR_NORMS = {
+    **EVERY_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Tensors of a layer with four norms."""
+PLAIN = ("F32", "F16", "BF16")
+"""Kinds of numbers that are read as they are."""
+LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+EMBEDDING, OUTPUT, LAST_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+WHOLE = {
+    EMBEDDING: "model.embed_tokens.weight",
+    OUTPUT: "lm_head.weight",
+    LAST_NORM: "model.norm.weight",
+}
+"""Tensors outside the layers to transformers' names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,26 +271,6 @@ class _Cursor:
             return np.frombuffer(self.taken(count * dtype.itemsize), dtype).tolist()
         read: Callable[[], Any] = self.text if kind == STRING else lambda: self.value(kind, depth)
         return [read() for _ in range(count)]
-
-
-LAYERS_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma 27B, by which llama.cpp knows the one size whose products of attention are scaled by hidden size over heads."""
-
-CAPS = {"attention": 50.0, "final": 30.0}
-"""Soft caps of a Gemma 2 whose file gives none."""
-
-FREQUENCIES = "rope_freqs.weight"
-"""Tensor of the numbers that the frequencies of rotary embeddings are divided by."""
-
-PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Numbers of Llama 3.1, 3.2 and 3.3, which no field of a file has."""
-
-ORIGINAL = "rope.scaling.original_context_length"
-
-Fields = Mapping[str, Any]
-"""Metadata by name."""
-
-Edit = Callable[[np.ndarray], np.ndarray]
 
 
 def same(array: np.ndarray) -> np.ndarray:
@@ -573,33 +597,6 @@ def _rotations(model: Decoder) -> dict[str, TensorChange]:
     }
 
 
-EVERY_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-}
-"""Tensors that a layer of every architecture has: matrices of attention and MLP, and the norm before attention."""
-
-TWO_NORMS = {**EVERY_LAYER, "ffn_norm": "post_attention_layernorm"}
-"""Tensors of a layer with two norms."""
-
-QUERY_KEY_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-"""Norms of queries and keys, in addition."""
-
-FOUR_NORMS = {
-    **EVERY_LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""Tensors of a layer with four norms."""
-
-
 def _offsets(names: Mapping[str, str]) -> Callable[[Decoder], Mapping[str, TensorChange]]:
     """Changes of all norms of a layer."""
     norms = [theirs for name, theirs in names.items() if name.endswith("norm")]
@@ -624,21 +621,6 @@ ARCHITECTURES = {
     ),
 }
 """Architectures by llama.cpp's name (``general.architecture``)."""
-
-
-PLAIN = ("F32", "F16", "BF16")
-"""Kinds of numbers that are read as they are."""
-
-LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-
-EMBEDDING, OUTPUT, LAST_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
-
-WHOLE = {
-    EMBEDDING: "model.embed_tokens.weight",
-    OUTPUT: "lm_head.weight",
-    LAST_NORM: "model.norm.weight",
-}
-"""Tensors outside the layers to transformers' names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,25 @@ Fields = Mapping[str, Any]
 
 NO_TOKEN = 2**32 - 1
 """-1 in 32 bits, which some converters write where there is no such token."""
+NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
+"""Types of tokens beside those that are found before a text is split."""
+SAMPLES = (
+    *PASSAGE.splitlines(),
+    PASSAGE,
+    " \n \n\n\t\t x  y   z    \r\n    end ",
+    "It's he'll WE'RE they'd I'M you've 1 22 333 4444 55555 3.14 1,000,000",
+    "camelCase snake_case --flag=x; if (a<=b) { return a*b; } // ...!!! ??? #1 @me",
+    "naïve façade, Grüße, Привет мир, γειά σου, 東京都は日本, 안녕하세요, שלום, สวัสดี",
+    "🙂🙃 👩‍🚀 ✅ ½ ² → ∑ \u00a0 \u200b “quoted” — dash…",
+    "",
+)
+"""Texts that both tokenizers must agree on; all are in Unicode's composed form, which llama.cpp does not make."""
+MARKED = 4
+"""Special tokens that are tried within a text."""
+UNREACHED = -1e9
+"""Score of a piece that no merge makes."""
+ENDS = ("eos", "eot", "eom")
+"""Names of the ids that end a text."""
 
 
 def token_id(fields: Fields, name: str) -> int | None:
@@ -242,31 +261,6 @@ def _config(fields: Fields) -> dict[str, Any]:
         alone = [template["template"] for template in known if template["name"] == "default"]
         config["chat_template"] = alone[0] if len(known) == len(alone) else known
     return config
-
-
-NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
-"""Types of tokens beside those that are found before a text is split."""
-
-SAMPLES = (
-    *PASSAGE.splitlines(),
-    PASSAGE,
-    " \n \n\n\t\t x  y   z    \r\n    end ",
-    "It's he'll WE'RE they'd I'M you've 1 22 333 4444 55555 3.14 1,000,000",
-    "camelCase snake_case --flag=x; if (a<=b) { return a*b; } // ...!!! ??? #1 @me",
-    "naïve façade, Grüße, Привет мир, γειά σου, 東京都は日本, 안녕하세요, שלום, สวัสดี",
-    "🙂🙃 👩‍🚀 ✅ ½ ² → ∑ \u00a0 \u200b “quoted” — dash…",
-    "",
-)
-"""Texts that both tokenizers must agree on; all are in Unicode's composed form, which llama.cpp does not make."""
-
-MARKED = 4
-"""Special tokens that are tried within a text."""
-
-UNREACHED = -1e9
-"""Score of a piece that no merge makes."""
-
-ENDS = ("eos", "eot", "eom")
-"""Names of the ids that end a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

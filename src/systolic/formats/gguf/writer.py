@@ -53,6 +53,21 @@ POSITIONS = "max_position_embeddings"
 
 USUAL = 1024
 """Tokens at once of a model that does not say it."""
+KINDS = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gemma3": "gemma3",
+}
+"""``model_type`` of a config.json to the architecture that it is written as."""
+PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+"""Precisions of matrices to llama.cpp's number of the kind of file (``LlamaFileType``)."""
+LARGEST_F16 = 65504.0
+NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,26 +244,6 @@ WRITTEN = {
 
 assert set(WRITTEN) == set(ARCHITECTURES)
 
-KINDS = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
-}
-"""``model_type`` of a config.json to the architecture that it is written as."""
-
-
-PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
-"""Precisions of matrices to llama.cpp's number of the kind of file (``LlamaFileType``)."""
-
-
-LARGEST_F16 = 65504.0
-
-NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GgufSpec:
@@ -407,9 +402,6 @@ def _add(out: Any, name: str, value: Any) -> None:
         out.add_string(name, value)
     else:
         out.add_array(name, value)
-
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

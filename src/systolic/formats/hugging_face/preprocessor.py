@@ -27,6 +27,55 @@ from systolic.models.vision.config import (
 from systolic.models.vision.families import labels
 from systolic.steps.tasks import Classification
 
+PICTURED = (ResNet, ViT, MobileNetV2)
+"""Image models that transformers has."""
+PREPROCESSOR = "preprocessor_config.json"
+FILTERS = (
+    Resample.nearest,
+    Resample.lanczos,
+    Resample.bilinear,
+    Resample.bicubic,
+    Resample.box,
+    Resample.hamming,
+)
+"""Filters by Pillow's numbers, as the file gives them."""
+CONVNEXT_WHOLE = 384
+"""Side from which ConvNeXT's processor, which ResNet uses, shows all of a picture instead of its centre."""
+SHARE = "crop_pct"
+"""Field of ConvNeXT's processor: side of the centre over the shorter edge."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ConvNext": {
+        "size": {"shortest_edge": 384},
+        "resample": 3,
+        SHARE: 224 / 256,
+        "image_mean": HALF * 3,
+        "image_std": HALF * 3,
+    },
+    "MobileNetV2": {
+        "size": {"shortest_edge": 256},
+        "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+        "image_mean": HALF * 3,
+        "image_std": HALF * 3,
+    },
+    "ViT": {"size": {"height": 224, "width": 224}, "image_mean": HALF * 3, "image_std": HALF * 3},
+}
+"""Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
+PLAIN = ("Bit", "CLIP", "DeiT", "Siglip")
+"""Processors that resize, crop from the centre, rescale and normalise as their fields say."""
+STEPS = ("do_resize", "size", "resample", "image_mean", "image_std")
+"""Fields that must be in the file of one of these."""
+KNOWN = frozenset(
+    (
+        *STEPS,
+        *("do_center_crop", "crop_size", SHARE, "do_rescale", "rescale_factor", "do_normalize"),
+        *("do_convert_rgb", "do_pad", "default_to_square", "image_processor_type"),
+        *("feature_extractor_type", "processor_class", "data_format", "input_data_format"),
+        *("return_tensors", "device", "disable_grouping", "use_fast"),
+    )
+)
+"""Fields that are followed, or change no pixel."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsidePictures(Data):
@@ -107,59 +156,6 @@ class OutsidePictures(Data):
     def with_labels(self, labels: tuple[str, ...]) -> "OutsidePictures":
         """See :class:`Data`."""
         return replace(self, classes=labels)
-
-
-PICTURED = (ResNet, ViT, MobileNetV2)
-"""Image models that transformers has."""
-PREPROCESSOR = "preprocessor_config.json"
-FILTERS = (
-    Resample.nearest,
-    Resample.lanczos,
-    Resample.bilinear,
-    Resample.bicubic,
-    Resample.box,
-    Resample.hamming,
-)
-"""Filters by Pillow's numbers, as the file gives them."""
-CONVNEXT_WHOLE = 384
-"""Side from which ConvNeXT's processor, which ResNet uses, shows all of a picture instead of its centre."""
-SHARE = "crop_pct"
-"""Field of ConvNeXT's processor: side of the centre over the shorter edge."""
-
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "ConvNext": {
-        "size": {"shortest_edge": 384},
-        "resample": 3,
-        SHARE: 224 / 256,
-        "image_mean": HALF * 3,
-        "image_std": HALF * 3,
-    },
-    "MobileNetV2": {
-        "size": {"shortest_edge": 256},
-        "do_center_crop": True,
-        "crop_size": {"height": 224, "width": 224},
-        "image_mean": HALF * 3,
-        "image_std": HALF * 3,
-    },
-    "ViT": {"size": {"height": 224, "width": 224}, "image_mean": HALF * 3, "image_std": HALF * 3},
-}
-"""Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
-
-
-PLAIN = ("Bit", "CLIP", "DeiT", "Siglip")
-"""Processors that resize, crop from the centre, rescale and normalise as their fields say."""
-STEPS = ("do_resize", "size", "resample", "image_mean", "image_std")
-"""Fields that must be in the file of one of these."""
-KNOWN = frozenset(
-    (
-        *STEPS,
-        *("do_center_crop", "crop_size", SHARE, "do_rescale", "rescale_factor", "do_normalize"),
-        *("do_convert_rgb", "do_pad", "default_to_square", "image_processor_type"),
-        *("feature_extractor_type", "processor_class", "data_format", "input_data_format"),
-        *("return_tensors", "device", "disable_grouping", "use_fast"),
-    )
-)
-"""Fields that are followed, or change no pixel."""
 
 
 @dataclass(frozen=True, kw_only=True)

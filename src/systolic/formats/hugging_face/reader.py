@@ -52,6 +52,35 @@ WRAPPERS = frozenset(
 
 ANCHORS = 3
 """Tensors by whose names a prefix is looked for."""
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OTHER_WEIGHTS = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "tf_model.h5",
+    "flax_model.msgpack",
+)
+"""Weights in formats that are not read, with pickles among them."""
+PACKED = ("gpt_oss",)
+"""Families that read weights in a format of blocks with scales, and refuse others themselves."""
+SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+"""Name of a part of the weights."""
+PICKLES = re.compile(
+    r"(pytorch_model|model|consolidated|flax_model|tf_model).*\.(bin|pth|pt|ckpt|msgpack|h5)"
+)
+"""Names of weights in other formats, in one file or in parts."""
+LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)", re.MULTILINE)
+"""Licence in the front matter of a model card."""
+DROPPED = (
+    "rope_scaling",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "layer_types",
+    "final_logit_softcapping",
+)
+"""Fields of our configuration of a GGUF file that transformers' reader of such files leaves at their defaults."""
+UNREAD = ("num_batches_tracked", "proj_out.weight")
+"""Ends of names that files may lack: a counter that nothing reads, and logits tied to the embedding."""
 
 
 def as_expected(tensors: Mapping[str, One], conversion: Conversion) -> dict[str, One]:
@@ -120,33 +149,6 @@ def _renamed(tensors: Mapping[str, One], old: str, new: str, wanted: set[str]) -
         moved = name not in wanted and name.startswith(old) and other in wanted
         renamed[other if moved and other not in tensors else name] = tensor
     return renamed
-
-
-WEIGHTS = "model.safetensors"
-
-INDEX = "model.safetensors.index.json"
-
-OTHER_WEIGHTS = (
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "tf_model.h5",
-    "flax_model.msgpack",
-)
-"""Weights in formats that are not read, with pickles among them."""
-
-PACKED = ("gpt_oss",)
-"""Families that read weights in a format of blocks with scales, and refuse others themselves."""
-
-SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-"""Name of a part of the weights."""
-
-PICKLES = re.compile(
-    r"(pytorch_model|model|consolidated|flax_model|tf_model).*\.(bin|pth|pt|ckpt|msgpack|h5)"
-)
-"""Names of weights in other formats, in one file or in parts."""
-
-LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)", re.MULTILINE)
-"""Licence in the front matter of a model card."""
 
 
 def open_folder(folder: Path) -> TransformersSource:
@@ -444,19 +446,6 @@ def _free_bytes() -> int:
     import psutil
 
     return psutil.virtual_memory().available
-
-
-DROPPED = (
-    "rope_scaling",
-    "rope_local_base_freq",
-    "query_pre_attn_scalar",
-    "layer_types",
-    "final_logit_softcapping",
-)
-"""Fields of our configuration of a GGUF file that transformers' reader of such files leaves at their defaults."""
-
-UNREAD = ("num_batches_tracked", "proj_out.weight")
-"""Ends of names that files may lack: a counter that nothing reads, and logits tied to the embedding."""
 
 
 def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:

@@ -24,6 +24,17 @@ MOST_NOISE = 0.04
 
 Ranges = Mapping[str, Mapping[str, np.ndarray]]
 """Tensor to its smallest (``min``) and largest (``max``) number."""
+SIGNATURE = "serving_default"
+"""Name of the one signature of a file."""
+UNCONVERTED = r"= \"?((?:stablehlo|chlo|mhlo)\.\w+)"
+"""Names of operations that the converter left as they were."""
+LACKING = r"(?:TF Select|Custom) ops: (.+)"
+"""Names of operations that no kernel computes."""
+TOLD = 300
+"""Most characters of a converter's message."""
+PROGRAM, REQUEST, OUTCOME = "program.bin", "request.json", "outcome.json"
+CALIBRATION, INPUTS, OUTPUTS = "calibration.npz", "inputs.npz", "outputs.npz"
+MODEL, STAGE = "model.tflite", "stage.txt"
 
 
 class Product(NamedTuple):
@@ -215,19 +226,6 @@ def _plain(array: np.ndarray, detail: Mapping[str, Any]) -> np.ndarray:
     return (array.astype(np.float32) - zero) * np.float32(scale) if scale else array
 
 
-SIGNATURE = "serving_default"
-"""Name of the one signature of a file."""
-
-UNCONVERTED = r"= \"?((?:stablehlo|chlo|mhlo)\.\w+)"
-"""Names of operations that the converter left as they were."""
-
-LACKING = r"(?:TF Select|Custom) ops: (.+)"
-"""Names of operations that no kernel computes."""
-
-TOLD = 300
-"""Most characters of a converter's message."""
-
-
 def flatbuffer(program: bytes, inputs: Sequence[str], outputs: Sequence[str]) -> bytes:
     """A .tflite file's content.
 
@@ -355,13 +353,6 @@ def short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line.partition("error:")[2].strip() for line in lines if "error:" in line]
     return f"{type(error).__name__}: {(errors or lines or [''])[0]}"[:TOLD]
-
-
-PROGRAM, REQUEST, OUTCOME = "program.bin", "request.json", "outcome.json"
-
-CALIBRATION, INPUTS, OUTPUTS = "calibration.npz", "inputs.npz", "outputs.npz"
-
-MODEL, STAGE = "model.tflite", "stage.txt"
 
 
 def main() -> int:

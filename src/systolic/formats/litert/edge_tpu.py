@@ -31,6 +31,27 @@ VERSIONS: Mapping[str, int] = {"CONV_2D": 5, "QUANTIZE": 2, "TRANSPOSE_CONV": 3}
 """Newest versions that compiler 16 reads, as its users report: google-coral/edgetpu issues 631, 879 and 845."""
 COMPILED = "edgetpu-custom-op"
 """Operation that the compiler puts in place of those that run on the Edge TPU."""
+ATTENTION = (
+    "attention does not run there; use a convolutional network, such as image --model mobilenet"
+)
+FIXES: Mapping[str, str] = {
+    "BATCH_MATMUL": ATTENTION,
+    "CAST": "export with --precision int8, whose inputs need no conversion",
+    "DEQUANTIZE": "export with --precision int8; if it is the last operation, it costs little on the CPU",
+    "DIV": "multiply by the reciprocal",
+    "ELU": "use relu in the model",
+    "GATHER": "look the rows up where the model is called, and give them as inputs",
+    "EMBEDDING_LOOKUP": "look the rows up where the model is called, and give them as inputs",
+    "GELU": "use relu in the model",
+    "HARD_SWISH": "use relu6 in the model",
+    "LEAKY_RELU": "use relu or prelu in the model",
+    "PADV2": "pad with zeros",
+    "POW": "multiply the number by itself",
+    "SQRT": "use rsqrt and a product",
+    "TOPK_V2": "leave it out of the model, and pick the best where the answer is read",
+    "WHILE": "export a model without loops",
+}
+"""Operations that are not supported to the change that mends them."""
 
 
 class Obstacle(NamedTuple):
@@ -410,25 +431,3 @@ RULES: Mapping[str, Callable[[LiteOp], Obstacle | None]] = {
     "STRIDED_SLICE": _strided,
 }
 """Supported operations to what is required of each (:data:`REQUIREMENTS`)."""
-
-ATTENTION = (
-    "attention does not run there; use a convolutional network, such as image --model mobilenet"
-)
-FIXES: Mapping[str, str] = {
-    "BATCH_MATMUL": ATTENTION,
-    "CAST": "export with --precision int8, whose inputs need no conversion",
-    "DEQUANTIZE": "export with --precision int8; if it is the last operation, it costs little on the CPU",
-    "DIV": "multiply by the reciprocal",
-    "ELU": "use relu in the model",
-    "GATHER": "look the rows up where the model is called, and give them as inputs",
-    "EMBEDDING_LOOKUP": "look the rows up where the model is called, and give them as inputs",
-    "GELU": "use relu in the model",
-    "HARD_SWISH": "use relu6 in the model",
-    "LEAKY_RELU": "use relu or prelu in the model",
-    "PADV2": "pad with zeros",
-    "POW": "multiply the number by itself",
-    "SQRT": "use rsqrt and a product",
-    "TOPK_V2": "leave it out of the model, and pick the best where the answer is read",
-    "WHILE": "export a model without loops",
-}
-"""Operations that are not supported to the change that mends them."""

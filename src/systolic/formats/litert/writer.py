@@ -41,6 +41,22 @@ CALIBRATION_ROWS = 128
 
 READ = 64
 """Rows that are read at a time."""
+LOOKUP, GELU = "odml.embedding_lookup", "aten.gelu.default"
+"""Names that the converter knows."""
+ROOT_HALF = float(np.sqrt(0.5))
+LITERT = "litert"
+"""Name of the format, and of its packages."""
+CHILD = "systolic.formats.litert.child"
+TOKENS = 128
+"""Tokens of a text where --sequence is not given, or fewer where the model takes fewer."""
+CHUNK = 32
+"""Rows that the source computes at a time."""
+OUTPUT_BYTES = 1 << 29
+"""Most bytes of outputs of a comparison."""
+AGREEING, PARALLEL = 0.95, 0.99
+"""Share of rows with the same largest output, and mean cosine of vectors, below which an export says so."""
+IMAGE_RANGE = (0.0, 255.0)
+"""Numbers of an image, whatever the representative ones have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,12 +269,6 @@ def _of_split(
     )
 
 
-LOOKUP, GELU = "odml.embedding_lookup", "aten.gelu.default"
-"""Names that the converter knows."""
-
-ROOT_HALF = float(np.sqrt(0.5))
-
-
 class Composites:
     """Replacements for equations of one flat program, for :func:`~systolic.formats.conversion.computed`."""
 
@@ -346,27 +356,6 @@ def _looked_up(table: Any, indices: Any) -> Any:
     flat = indices.reshape(-1)
     rows = jax.lax.composite(decomposed, LOOKUP)(flat, jnp.asarray(table))
     return rows.reshape(*indices.shape[:-1], table.shape[1])
-
-
-LITERT = "litert"
-"""Name of the format, and of its packages."""
-
-CHILD = "systolic.formats.litert.child"
-
-TOKENS = 128
-"""Tokens of a text where --sequence is not given, or fewer where the model takes fewer."""
-
-CHUNK = 32
-"""Rows that the source computes at a time."""
-
-OUTPUT_BYTES = 1 << 29
-"""Most bytes of outputs of a comparison."""
-
-AGREEING, PARALLEL = 0.95, 0.99
-"""Share of rows with the same largest output, and mean cosine of vectors, below which an export says so."""
-
-IMAGE_RANGE = (0.0, 255.0)
-"""Numbers of an image, whatever the representative ones have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,10 @@ from systolic.steps import jaxpr
 
 Run = Callable[[Named], dict[str, np.ndarray]]
 """Outputs by name for inputs by name, as a framework computes them."""
+PLATFORMS = ("cpu", "tpu", "cuda")
+"""Platforms that a program is lowered for."""
+Program = Callable[[Named, Named], dict[str, Any]]
+"""(weights, inputs) to outputs, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +204,6 @@ def _outputs(run: Run, inputs: Named) -> dict[str, np.ndarray] | None:
         raise
     except Exception:  # a model of a fixed batch, or one that these values are no inputs of
         return None
-
-
-PLATFORMS = ("cpu", "tpu", "cuda")
-"""Platforms that a program is lowered for."""
-
-Program = Callable[[Named, Named], dict[str, Any]]
-"""(weights, inputs) to outputs, by name."""
 
 
 def write_program(function: PureFunction, folder: Path) -> Description:

@@ -24,6 +24,8 @@ from systolic.runs.bundle.tensors import SUFFIX, read_header
 
 _functions: dict[tuple[Path, str], PureFunction] = {}
 """Loaded once a process, by folder and digest."""
+FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
+PARITY = "parity.json"
 
 
 def exported_function(folder: Path, known: Description) -> PureFunction:
@@ -124,11 +126,6 @@ class _Reloaded:
             jax.tree.map(split, batched),
         )
         return {name: rows(name, output) for name, output in grouped.items()}
-
-
-FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
-
-PARITY = "parity.json"
 
 
 def measure(folder: Path, sample_file: Path) -> dict[str, Any]:

@@ -52,6 +52,8 @@ ROTARY = Needs(
 )
 WINDOW = Needs("model.window", "model.window is 0", lambda model: model.window)
 NGRAMS = Needs("model.ngrams", "model.ngrams is 0", lambda model: model.ngrams)
+ATTENTION = 0.05
+"""Rough share of attention's own products in the forward pass; the true one grows with the sequence, which is unknown here."""
 
 
 class Mlp(enum.Enum):
@@ -458,10 +460,6 @@ class Decoder(Model):
             experts=min(self.experts, experts) if self.experts > 1 else 1,
             experts_per_token=min(self.experts_per_token, 2),
         )
-
-
-ATTENTION = 0.05
-"""Rough share of attention's own products in the forward pass; the true one grows with the sequence, which is unknown here."""
 
 
 def outline(config: "Decoder", layout: Layout) -> ModelStats:

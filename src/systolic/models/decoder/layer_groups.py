@@ -26,6 +26,8 @@ EXPERT_MATRICES = frozenset(("gate", "up", "down"))
 """Last names of the paths of their matrices."""
 Step = Callable[..., tuple[jax.Array, Any]]
 """``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and its figures."""
+Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+"""The residual stream and one layer's arrays to the stream after it and a tree of arrays."""
 
 
 class Stretch(NamedTuple):
@@ -136,10 +138,6 @@ class Stretch(NamedTuple):
             return x, join(said)
 
         return unit
-
-
-Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
-"""The residual stream and one layer's arrays to the stream after it and a tree of arrays."""
 
 
 def at(stacked: Any, number: Any) -> Any:

@@ -14,6 +14,19 @@ from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE, Rotary, St
 from systolic.models.layers import STREAM, LayerNorm, gathered, name, weight
 from systolic.models.linear import product
 
+ACTIVATIONS = {
+    Mlp.swiglu: jax.nn.silu,
+    Mlp.geglu: jax.nn.gelu,
+    Mlp.geglu_exact: partial(jax.nn.gelu, approximate=False),
+    Mlp.gelu: jax.nn.gelu,
+    Mlp.gelu_exact: partial(jax.nn.gelu, approximate=False),
+    Mlp.relu: jax.nn.relu,
+}
+MULTIPLIER = 0x9E3779B1
+"""The 32-bit golden ratio prime of multiplicative hashing (Knuth, TAOCP 3, 6.4)."""
+GAIN = 8.0
+"""Factor of the tables, which start at zero: rare rows need larger steps than the dense weights."""
+
 
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last dim, in float32, with a learned scale.
@@ -90,16 +103,6 @@ def rope(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     )
 
 
-ACTIVATIONS = {
-    Mlp.swiglu: jax.nn.silu,
-    Mlp.geglu: jax.nn.gelu,
-    Mlp.geglu_exact: partial(jax.nn.gelu, approximate=False),
-    Mlp.gelu: jax.nn.gelu,
-    Mlp.gelu_exact: partial(jax.nn.gelu, approximate=False),
-    Mlp.relu: jax.nn.relu,
-}
-
-
 def gated(mlp: Mlp, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Hidden units [...] of a gated feed-forward part, of its gate and up [...]."""
     if mlp is not Mlp.swiglu_clamped:
@@ -146,13 +149,6 @@ class MLP(nnx.Module):
     def _hidden(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
         hidden = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
         return name(added(hidden, bias), "mlp")
-
-
-MULTIPLIER = 0x9E3779B1
-"""The 32-bit golden ratio prime of multiplicative hashing (Knuth, TAOCP 3, 6.4)."""
-
-GAIN = 8.0
-"""Factor of the tables, which start at zero: rare rows need larger steps than the dense weights."""
 
 
 def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> jax.Array:

@@ -20,6 +20,14 @@ from systolic.models.layers import STREAM, gathered, rematerialise, weight
 from systolic.models.linear import plain_product, product, served_on_cpu
 from systolic.models.quantized.codes import Quantized
 
+TIED_GAIN = 0.5
+"""Standard deviation of the first logits where the output matrix is the embedding's transpose.
+
+At 768 wide its entries are those of GPT-2 (0.02; Radford et al. 2019). Such a table is read without a
+scale: raised to unit variance a token's own row would rule the residual stream, and the first prediction
+be that token again, at a loss of about the root of the width.
+"""
+
 
 def score_chunks(
     score: Callable[[jax.Array, jax.Array], Any],
@@ -80,15 +88,6 @@ def score_chunks(
         lambda _, xs: (None, again(*xs, copies)), None, (cut(hidden), cut(targets))
     )
     return jax.tree.map(join, scores)
-
-
-TIED_GAIN = 0.5
-"""Standard deviation of the first logits where the output matrix is the embedding's transpose.
-
-At 768 wide its entries are those of GPT-2 (0.02; Radford et al. 2019). Such a table is read without a
-scale: raised to unit variance a token's own row would rule the residual stream, and the first prediction
-be that token again, at a loss of about the root of the width.
-"""
 
 
 class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):

@@ -30,6 +30,8 @@ from systolic.models.quantized.codes import Quantized
 Matrix = jax.Array | Quantized | Layered
 Matrices = tuple[Matrix, Matrix, Matrix]
 Biases = tuple[jax.Array, ...]
+LEAST = 1e-20
+"""Added to the sum of sigmoid scores before it divides (DeepSeek-V3's published code)."""
 
 
 def dropless(
@@ -150,10 +152,6 @@ def _grouped(
     done = jnp.where(real, product(hidden, down), 0)
     done = done * weights.reshape(-1)[order][:, None].astype(done.dtype)
     return jnp.zeros_like(tokens).at[order // each].add(done).reshape(x.shape)
-
-
-LEAST = 1e-20
-"""Added to the sum of sigmoid scores before it divides (DeepSeek-V3's published code)."""
 
 
 class RouterBias(nnx.Variable):

@@ -19,6 +19,11 @@ CLAMP_LIMIT = 7.0
 """Largest gate, and largest magnitude of up, of Mlp.swiglu_clamped (gpt-oss: swiglu_limit)."""
 CLAMP_SLOPE = 1.702
 """Slope inside the sigmoid of Mlp.swiglu_clamped (gpt-oss: swiglu_alpha)."""
+ALL_DIM = Needs(
+    "model.rope-scaling.mscale-all-dim",
+    "model.rope-scaling.mscale-all-dim is 0",
+    lambda scaling: scaling.mscale_all_dim,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +168,6 @@ ANY = Needs(
 )
 ORIGINAL = _only(Stretching.llama3, Stretching.yarn)
 LLAMA3, YARN = _only(Stretching.llama3), _only(Stretching.yarn)
-ALL_DIM = Needs(
-    "model.rope-scaling.mscale-all-dim",
-    "model.rope-scaling.mscale-all-dim is 0",
-    lambda scaling: scaling.mscale_all_dim,
-)
 
 
 @dataclass(frozen=True, kw_only=True)

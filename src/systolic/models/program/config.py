@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from systolic.models.program.function import PureFunction
 
+SEED = 0
+"""Seed of a framework's random numbers before a user's function is called, so that every process makes the same model."""
+
 
 class Maker:
     """A user's function that makes a model, called once in each process; saved as its name."""
@@ -198,10 +201,6 @@ def _made(
             function = convert(made_by(make, framework, str(make)), str(make))
             _functions[make] = without_mask(function)
     return _functions[make]
-
-
-SEED = 0
-"""Seed of a framework's random numbers before a user's function is called, so that every process makes the same model."""
 
 
 def made_by(function: Callable[[], Any], framework: str, source: str) -> Any:

@@ -18,6 +18,14 @@ _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex1
 MASK = "mask"
 """That of ``systolic.job.data``, which needs packages that an environment of TensorFlow may lack."""
 RENAMED = f"{MASK}_input"
+VALUE_ERRORS = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors of a trace that needs the values of arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +143,3 @@ def outputs_of(value: Any, tensor: type | tuple[type, ...]) -> dict[str, Any]:
             f"the model returns no tensor ({type(value).__name__}); return tensors, or tuples, lists or dicts of them"
         )
     return outputs
-
-
-VALUE_ERRORS = (
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-"""Errors of a trace that needs the values of arrays."""

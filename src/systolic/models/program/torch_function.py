@@ -28,6 +28,7 @@ from systolic.models.program.function import (
 
 LAST_WITH_NAMES = (2, 11)
 """Last version of torch with overloads for named tensors, which torchax 0.0.13 registers decompositions for."""
+HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
 
 
 @cache
@@ -211,9 +212,6 @@ def _batch_norm(
     if bias is not None:
         normed = normed + bias.jax().reshape(shape)
     return x._env.j2t_iso(normed.astype(values.dtype))
-
-
-HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
 
 
 def torch_function(returned: Any, source: str, placed: int = 0) -> PureFunction:

@@ -20,6 +20,12 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """Standard deviation of ImageNet's training images per channel, same scale and source."""
 HALF = (0.5,)
 """Mean and standard deviation that scale the bytes of any channel to -1 to 1, the default of transformers' ViT and MobileNetV2."""
+STEM, FEATURES = 32, 1280
+"""Channels after the first and the last convolution."""
+STAGES = ((16, 1, 1), (24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1))
+"""Channels, blocks and first stride of each stage (Sandler et al. 2018, table 2)."""
+MATRICES = frozenset(("project", "out", "up", "down"))
+"""Last names of the paths of matrices that may be quantized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,12 +158,6 @@ class CNN(Model):
         """The same stages, at most 8 channels (or one per fsdp shard) each."""
         widest = max(8, layout.fsdp)
         return replace(self, channels=tuple(min(size, widest) for size in self.channels))
-
-
-STEM, FEATURES = 32, 1280
-"""Channels after the first and the last convolution."""
-STAGES = ((16, 1, 1), (24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1))
-"""Channels, blocks and first stride of each stage (Sandler et al. 2018, table 2)."""
 
 
 class Padding(enum.Enum):
@@ -401,10 +401,6 @@ class ResNet(ConvNet):
     def shrink(self, layout: Layout) -> "ResNet":
         """The same blocks, 8 channels (or one per fsdp shard) wide at first."""
         return replace(self, width=min(self.width, max(8, layout.fsdp)))
-
-
-MATRICES = frozenset(("project", "out", "up", "down"))
-"""Last names of the paths of matrices that may be quantized."""
 
 
 class Preset(enum.Enum):

@@ -33,6 +33,15 @@ from systolic.models.vision.config import (
 
 BUFFERS = (r".*num_batches_tracked",)
 """Counters of PyTorch's batch norms, which nothing reads."""
+MOBILENET = "mobilenet_v2"
+RESNET = "resnet"
+EXPANSIONS = {"basic": 1, "bottleneck": 4}
+"""Kind of layer to its last channels over its first."""
+LAYER = "vit.encoder.layer.{layer}."
+PARTS = ("query", "key", "value")
+UNUSED = (r"vit\.pooler\..*", r"vit\.embeddings\.mask_token")
+"""Parts of other heads that a file may keep, which logits don't use."""
+GELUS = {"gelu": Gelu.erf, "gelu_new": Gelu.tanh, "gelu_pytorch_tanh": Gelu.tanh}
 
 
 def conv_norm(ours: str, convolution: str, norm: str) -> list[Rule]:
@@ -103,9 +112,6 @@ def require(config: Config, **known: Any) -> None:
     for name, value in known.items():
         if config.get(name, value) != value:
             raise OptionError(f"{name} is {config[name]!r} and only {value!r} is known")
-
-
-MOBILENET = "mobilenet_v2"
 
 
 def mobilenet(config: Config) -> MobileNetV2:
@@ -185,11 +191,6 @@ def mobilenet_config(model: Model) -> dict[str, Any]:
         "layer_norm_eps": model.norm_eps,
         "num_labels": model.num_classes,
     }
-
-
-RESNET = "resnet"
-EXPANSIONS = {"basic": 1, "bottleneck": 4}
-"""Kind of layer to its last channels over its first."""
 
 
 def resnet(config: Config) -> ResNet:
@@ -279,13 +280,6 @@ def resnet_config(model: Model) -> dict[str, Any]:
         "downsample_in_bottleneck": False,
         "num_labels": model.num_classes,
     }
-
-
-LAYER = "vit.encoder.layer.{layer}."
-PARTS = ("query", "key", "value")
-UNUSED = (r"vit\.pooler\..*", r"vit\.embeddings\.mask_token")
-"""Parts of other heads that a file may keep, which logits don't use."""
-GELUS = {"gelu": Gelu.erf, "gelu_new": Gelu.tanh, "gelu_pytorch_tanh": Gelu.tanh}
 
 
 def vit(config: Config) -> ViT:

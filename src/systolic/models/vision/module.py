@@ -41,6 +41,12 @@ from systolic.models.vision.config import (
     ViT,
 )
 
+SINCOS_TEMPERATURE = 10_000.0
+TOKEN_DEVIATION = 0.02
+"""Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
+UNROLLED_LAYERS = 6
+"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
+
 
 class CNNModule(nnx.Module):
     """Images to logits."""
@@ -247,13 +253,6 @@ class ResNetModule(nnx.Module):
             x = recomputed(block, x, self.target.layout)
         features = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
         return self.head(features)
-
-
-SINCOS_TEMPERATURE = 10_000.0
-TOKEN_DEVIATION = 0.02
-"""Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class ViTBlock(nnx.Module):

@@ -14,6 +14,13 @@ from systolic.models.layers import STREAM, LayerNorm, gathered, name, rematerial
 from systolic.models.linear import product
 from systolic.models.whisper.config import STRIDE, TAPS, Whisper
 
+DEVIATION = 0.02
+"""Standard deviation of all weights at the start, that of transformers' Whisper (``init_std``)."""
+HEADS = ("batch", "sequence", "heads", None)
+"""Logical names of the dims of queries, keys and values."""
+UNROLLED_LAYERS = 6
+"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
+
 
 class TextCache(NamedTuple):
     """Keys and values, heads outside as the matmuls of attention read them."""
@@ -46,12 +53,6 @@ def attend_all(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     )
     weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(query.dtype)
     return jnp.einsum("bhqs,bhse->bqhe", weights, value.astype(query.dtype))
-
-
-DEVIATION = 0.02
-"""Standard deviation of all weights at the start, that of transformers' Whisper (``init_std``)."""
-HEADS = ("batch", "sequence", "heads", None)
-"""Logical names of the dims of queries, keys and values."""
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -198,10 +199,6 @@ def sinusoids(length: int, width: int) -> jax.Array:
     rates = jnp.exp(-jnp.log(10_000.0) / (width // 2 - 1) * jnp.arange(width // 2))
     angles = jnp.arange(length)[:, None] * rates[None, :]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
-
-
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class Fixed(nnx.Variable):

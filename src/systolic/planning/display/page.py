@@ -47,6 +47,12 @@ PLANE_GAP = 0.7
 """Gap between the planes of a 3D torus, as a share of a cell."""
 
 Place = Sequence[int]
+ROWS = 40
+PAD = 1.12
+"""Margin of the axes beyond the outermost dots, as a share."""
+LOG_PAD = 1.3
+WIDE = 8.0
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,14 +203,6 @@ def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:
         if size > 1
     ]
     return f"{where}: {', '.join(along)}"
-
-
-ROWS = 40
-PAD = 1.12
-"""Margin of the axes beyond the outermost dots, as a share."""
-LOG_PAD = 1.3
-WIDE = 8.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 def write_page(plan: Plan, path: Path, plan_path: Path | None) -> None:

@@ -53,6 +53,12 @@ BETTER: Mapping[Objective, str] = {
     Objective.fit: "faster",
 }
 """Words for a better score."""
+MAX_WIDTH = 120
+ROWS = 8
+INDENT = 10
+_LEFT = ("slice", "compile")
+_VARYING = ("slice", "batch", "compile")
+"""Columns left out where all candidates have the same value."""
 
 
 def notes(plan: Plan) -> list[str]:
@@ -112,14 +118,6 @@ def _not_compiled(note: NotCompiled) -> str:
         f"is estimated {beside}; the {margin.compiled} compiled took {margin.low:.2f} to {margin.high:.2f} times such estimates, "
         f"so that one may be {worth} than the answer; --programs compiles more"
     )
-
-
-MAX_WIDTH = 120
-ROWS = 8
-INDENT = 10
-_LEFT = ("slice", "compile")
-_VARYING = ("slice", "batch", "compile")
-"""Columns left out where all candidates have the same value."""
 
 
 def print_plan(plan: Plan, path: Path | None) -> None:

@@ -19,6 +19,8 @@ from systolic.report.output import or_json
 if TYPE_CHECKING:
     pass
 
+WIDTH = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeList:
@@ -117,9 +119,6 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Parameter to default of the parameters that have one."""
     parameters = inspect.signature(recipe.function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-WIDTH = 100
 
 
 @or_json

@@ -76,6 +76,10 @@ MODELS = {
     "Whisper": "systolic.models.whisper.config",
 }
 """Types of models to their modules; a Bundle names one of them."""
+PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib", ".dill", ".ckpt")
+"""Suffixes of files that execute code when they are read."""
+PROTOCOLS = (2, 3, 4, 5)
+"""Second byte of a pickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,12 +460,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib", ".dill", ".ckpt")
-"""Suffixes of files that execute code when they are read."""
-PROTOCOLS = (2, 3, 4, 5)
-"""Second byte of a pickle."""
 
 
 def checked_bundle(folder: Path) -> Bundle:

@@ -32,6 +32,18 @@ from systolic.runs.job_record import job_from_json, types_of
 
 PACKED = "uint8"
 """Dtype that two codes of 4 bits are stored in, the one at the even place in the low half."""
+KIND = "systolic-bundle"
+FORMAT = 2
+"""Raised when the files change in a way that older versions misread; 2 has quantized matrices, or a job of its own."""
+PLAIN_FORMAT = 1
+"""Format of a Bundle with neither, which older versions read."""
+DIGEST = "digest"
+"""The entry with the digest of all others."""
+PACKAGES = ("systolic", "jax", "jaxlib", "flax", "numpy")
+"""Packages whose versions are recorded."""
+MODEL = "model"
+"""The field that a Bundle has beside its job."""
+OWN = "systolic."
 
 
 class QuantizedRecord(msgspec.Struct, frozen=True):
@@ -248,17 +260,6 @@ def _factors(
     return factors
 
 
-KIND = "systolic-bundle"
-FORMAT = 2
-"""Raised when the files change in a way that older versions misread; 2 has quantized matrices, or a job of its own."""
-PLAIN_FORMAT = 1
-"""Format of a Bundle with neither, which older versions read."""
-DIGEST = "digest"
-"""The entry with the digest of all others."""
-PACKAGES = ("systolic", "jax", "jaxlib", "flax", "numpy")
-"""Packages whose versions are recorded."""
-
-
 class FileRecord(msgspec.Struct, frozen=True):
     """A file of a Bundle."""
 
@@ -394,11 +395,6 @@ def seal(plain: Mapping[str, Any]) -> str:
 def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
     """A bundle.json with its digest."""
     return {**plain, DIGEST: seal(plain)}
-
-
-MODEL = "model"
-"""The field that a Bundle has beside its job."""
-OWN = "systolic."
 
 
 def write_job(job: Job, run: Path) -> tuple[dict[str, Any], dict[str, str]]:

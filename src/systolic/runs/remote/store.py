@@ -25,6 +25,16 @@ _DATABASE = {
     "manifest_kind": "single",
 }
 """Configuration that Orbax 0.12.8 uses for a checkpoint's database: one root node with array metadata, no chunks."""
+SAMPLE = 64
+"""Objects whose sizes are asked for; of more the rest is taken to be as large on average."""
+SPARE_BYTES = 256 * MIB
+"""That a copy leaves free."""
+SMALL_BYTES = MIB
+"""Less is copied without a word, for as long as the disk takes it."""
+_REQUESTS = 16
+Reaches = Callable[[str, int], bool]
+"""Whether an object has so many bytes."""
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,19 +215,6 @@ def _told(folder: BucketFolder, reason: str) -> RunError | NotFoundError:
             how = "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
         return RunError(f"{folder.url} refuses access ({first}); give credentials: {how}")
     return RunError(f"{folder.url} does not answer ({first}); check the network and try again")
-
-
-SAMPLE = 64
-"""Objects whose sizes are asked for; of more the rest is taken to be as large on average."""
-SPARE_BYTES = 256 * MIB
-"""That a copy leaves free."""
-SMALL_BYTES = MIB
-"""Less is copied without a word, for as long as the disk takes it."""
-_REQUESTS = 16
-
-Reaches = Callable[[str, int], bool]
-"""Whether an object has so many bytes."""
-Tell = Callable[[str], None]
 
 
 def about_bytes(names: Sequence[str], reaches: Reaches) -> int:

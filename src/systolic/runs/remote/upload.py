@@ -37,6 +37,19 @@ _DATABASE = re.compile(r"([^/]+)/(ocdbt\.process_\d+)/")
 
 Files = Mapping[str, tuple[int, int]]
 """Size in bytes and CRC-32 by name in a checkpoint."""
+WRITER = "writer.json"
+"""File that names the session that writes a run; another session replaces it when it opens the run."""
+RECORDS = "metrics.jsonl"
+"""File that every session of a run appends to."""
+SEND_SECONDS = 10.0
+"""Interval between uploads of a run's files."""
+LOOK_SECONDS = 1.0
+"""Interval between checks for a new checkpoint, which is uploaded at once."""
+PATIENCE_SECONDS = 600.0
+"""Timeout at the end for parts of checkpoints from other hosts, since the last that arrived."""
+_TRANSFERS = 8
+Stamp = tuple[int, int]
+"""Size in bytes and modification time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,22 +203,6 @@ class HostParts:
 
 def _said(step: int, leader: int) -> str:
     return f"{CHECKPOINTS}/{step}/{_SAID}/{leader}.json"
-
-
-WRITER = "writer.json"
-"""File that names the session that writes a run; another session replaces it when it opens the run."""
-RECORDS = "metrics.jsonl"
-"""File that every session of a run appends to."""
-SEND_SECONDS = 10.0
-"""Interval between uploads of a run's files."""
-LOOK_SECONDS = 1.0
-"""Interval between checks for a new checkpoint, which is uploaded at once."""
-PATIENCE_SECONDS = 600.0
-"""Timeout at the end for parts of checkpoints from other hosts, since the last that arrived."""
-_TRANSFERS = 8
-
-Stamp = tuple[int, int]
-"""Size in bytes and modification time."""
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,15 @@ from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.facts import AnswerFacts, Ended
 from systolic.serving.request import RefusedError
 
+Lane = tuple[int, bytes]
+"""Length of the bucket (0: all rows have one shape), and what rows of a call share."""
+AHEAD = 2
+"""Largest batches that a choice of the next call looks ahead."""
+POLL_SECONDS = 1.0
+"""Interval at which a thread without work looks whether the program has ended."""
+KEPT = 64
+"""Deadlines of ended requests that are kept beyond as many as there are open ones."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class BatchRequest:
@@ -84,12 +93,6 @@ class QueuedRow:
     part: int
     """Its place among the example's rows."""
     since: float
-
-
-Lane = tuple[int, bytes]
-"""Length of the bucket (0: all rows have one shape), and what rows of a call share."""
-AHEAD = 2
-"""Largest batches that a choice of the next call looks ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -243,12 +246,6 @@ class Lanes:
             (other for other in self._lanes if other[1] == lane[1] and other[0] < lane[0]),
             reverse=True,
         )
-
-
-POLL_SECONDS = 1.0
-"""Interval at which a thread without work looks whether the program has ended."""
-KEPT = 64
-"""Deadlines of ended requests that are kept beyond as many as there are open ones."""
 
 
 class BatchQueue:

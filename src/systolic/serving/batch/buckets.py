@@ -10,6 +10,11 @@ from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 from systolic.inference.rows import Bucket, fewest_padded, share_beyond
 
+FIXED, VARIED = 8, 16
+"""Programs for rows of one shape, and for rows that differ in length, where none are given."""
+LONG = 512
+"""Positions of a row for ``Shapes.positions``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
@@ -72,12 +77,6 @@ class Shapes:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-FIXED, VARIED = 8, 16
-"""Programs for rows of one shape, and for rows that differ in length, where none are given."""
-LONG = 512
-"""Positions of a row for ``Shapes.positions``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

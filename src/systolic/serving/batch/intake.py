@@ -32,6 +32,8 @@ from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.request import ANY, BYTES, ArraySpec, ModelKind, RefusedError
 
 Inputs = Mapping[str, np.ndarray]
+KINDS = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
+"""Kinds of numbers that become a kind."""
 
 
 class Intake(ABC):
@@ -430,10 +432,6 @@ def check_range(name: str, array: np.ndarray, dtype: Any) -> None:
         raise OptionError(
             f"{name} has numbers from {least} to {most}, and {dtype} holds {about.min} to {about.max}"
         )
-
-
-KINDS = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
-"""Kinds of numbers that become a kind."""
 
 
 class ArrayIntake(Intake):

@@ -48,6 +48,13 @@ from systolic.serving.facts import (
 from systolic.serving.request import ArraySpec, ExpiredError, ModelKind
 from systolic.steps.step_functions import StepFunctions
 
+RECENT = 0.1
+"""Weight of a batch in the recent time of a row."""
+ROUNDS, MEASURED_SECONDS = 5, 2.0
+"""Calls of each program, of which the fastest is its time; two where more would take longer in all."""
+COMPILERS = min(os.cpu_count() or 1, 8)
+"""Programs that are compiled at once."""
+
 
 class Completions:
     """Answers and failures of a model's requests."""
@@ -119,10 +126,6 @@ def line(error: BaseException) -> str:
     """An error of a library as one line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-RECENT = 0.1
-"""Weight of a batch in the recent time of a row."""
 
 
 class Workers:
@@ -262,12 +265,6 @@ class Workers:
                 compute_seconds=seconds,
             )
         )
-
-
-ROUNDS, MEASURED_SECONDS = 5, 2.0
-"""Calls of each program, of which the fastest is its time; two where more would take longer in all."""
-COMPILERS = min(os.cpu_count() or 1, 8)
-"""Programs that are compiled at once."""
 
 
 class DynamicBatches:

@@ -30,19 +30,6 @@ from systolic.serving.http.transcriptions import FORMATS, transcriptions
 from systolic.serving.registry import NAME_IN_PATH
 
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
-
-
-class Path(NamedTuple):
-    """One route."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    body: Any = None
-    """Type of the JSON body, or a schema of another media type."""
-
-
 FORM = {
     "multipart/form-data": {
         "schema": {
@@ -70,6 +57,24 @@ PREDICT = {
         }
     }
 }
+MODEL = "/v2/models/{name:model}"
+VERSION = f"{MODEL}/versions/{{version}}"
+REPOSITORY = "/v2/repository/models/{name:model}"
+_SIGNS = str.maketrans("/{}:", "____")
+OPEN = ("/", "/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
+"""Paths that need no key and answer while the server ends."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Path(NamedTuple):
+    """One route."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    """Type of the JSON body, or a schema of another media type."""
 
 
 class NameConvertor(Convertor[str]):
@@ -87,9 +92,6 @@ class NameConvertor(Convertor[str]):
 
 
 register_url_convertor("model", NameConvertor())
-MODEL = "/v2/models/{name:model}"
-VERSION = f"{MODEL}/versions/{{version}}"
-REPOSITORY = "/v2/repository/models/{name:model}"
 PATHS: Sequence[Path] = (
     Path("GET", "/", listing.page, "A page for trying the models"),
     Path("GET", "/health", listing.health, "200 where every model answers"),
@@ -168,9 +170,6 @@ def application(state: ServerState) -> FastAPI:
     return app
 
 
-_SIGNS = str.maketrans("/{}:", "____")
-
-
 def label(app: FastAPI, scope: Scope) -> str:
     """Label of a request's path in metrics and the log; ``unknown`` for a path that does not exist."""
     for route in app.routes:
@@ -226,11 +225,6 @@ async def _answer(request: Request, error: Exception) -> Response:
         problem = ProblemError(status=500, message="this server failed; its log says why")
     body = encode(problem.body(Dialect.of(request.url.path)))
     return Response(body, problem.status, problem.headers(), media_type="application/json")
-
-
-OPEN = ("/", "/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
-"""Paths that need no key and answer while the server ends."""
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(kw_only=True, eq=False)

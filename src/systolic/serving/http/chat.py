@@ -44,6 +44,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FIELDS = frozenset(("name", "arguments", "parameters", "type", "id"))
 """Fields of a call without marks."""
 _CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTALL)
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; others are taken where the template names them."""
+OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names of a template that the request itself gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +205,6 @@ def _overlap(text: str, mark: str) -> int:
         ),
         0,
     )
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of OpenAI's API; others are taken where the template names them."""
-OWN = ("messages", "tools", "documents", "add_generation_prompt")
-"""Names of a template that the request itself gives."""
 
 
 def checked_messages(

@@ -35,6 +35,13 @@ DTYPES: Mapping[str, np.dtype] = {
     "FP64": np.dtype("float64"),
 }
 """Datatype of the protocol to that of NumPy; BYTES are object arrays."""
+HEADER = "inference-header-content-length"
+TEXT_INPUT, TEXT_OUTPUT = (
+    ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
+)
+"""Inputs and outputs of a language model, as Triton's backends for such models name them."""
+NOT_HERE = ("stream", "stream_options", "n", "echo", "logprobs", "model", "prompt")
+"""Fields of completions that this protocol has no place for in its answers, or elsewhere in its requests."""
 
 
 class WireTensor(Struct, kw_only=True):
@@ -213,15 +220,6 @@ def to_json(array: np.ndarray) -> list[Any]:
         raise ProblemError(
             status=400, message="an output holds bytes that are no UTF-8; ask for it as binary data"
         ) from error
-
-
-HEADER = "inference-header-content-length"
-TEXT_INPUT, TEXT_OUTPUT = (
-    ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
-)
-"""Inputs and outputs of a language model, as Triton's backends for such models name them."""
-NOT_HERE = ("stream", "stream_options", "n", "echo", "logprobs", "model", "prompt")
-"""Fields of completions that this protocol has no place for in its answers, or elsewhere in its requests."""
 
 
 class WireOutput(Struct, kw_only=True):

@@ -19,6 +19,12 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import others_who_write, write_atomically
 from systolic.core.ranges import COUNT, POSITIVE, check
 
+_LINE = re.compile(
+    r"(?P<name>\S+) sha256:(?P<hash>[0-9a-f]{64})"
+    r"(?: rate=(?P<rate>[0-9]{1,9}))?(?: tokens=(?P<tokens>[0-9]{1,12}))?"
+)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
@@ -96,13 +102,6 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(round(seconds, 3), 60)
     return f"{f'{minutes:.0f}m' if minutes else ''}{rest:g}s"
-
-
-_LINE = re.compile(
-    r"(?P<name>\S+) sha256:(?P<hash>[0-9a-f]{64})"
-    r"(?: rate=(?P<rate>[0-9]{1,9}))?(?: tokens=(?P<tokens>[0-9]{1,12}))?"
-)
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from systolic.serving.http.responses import off_loop, token_ids
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import Served, ServedText
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
 
 def json_response(value: Any, status: int = 200) -> Response:
     """A JSON answer."""
@@ -124,9 +126,6 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     ids = checked_ids(fields.tokens, served, "tokens")
     text = await off_loop(len(ids) * 4, lambda: served.tokenizer.decode(ids))
     return json_response({"prompt": text})
-
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 async def page(request: Request, state: ServerState) -> Response:

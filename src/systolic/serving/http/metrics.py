@@ -78,6 +78,8 @@ LONG = (
 """Seconds of a request."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens."""
+PHASES = ("weights", "trace", "compile", "keep", "load")
+"""Phases of a model's start; those of programs are summed over the threads that make them ready."""
 
 
 class Gauges:
@@ -235,10 +237,6 @@ class Metrics:
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-PHASES = ("weights", "trace", "compile", "keep", "load")
-"""Phases of a model's start; those of programs are summed over the threads that make them ready."""
 
 
 def begin_counts(metrics: Metrics, gauges: Gauges, at: tuple[str, str, str]) -> None:

@@ -31,6 +31,10 @@ from systolic.serving.registry import ModelLoad, ReloadPlan, Served
 
 HEADER_SECONDS = 60.0
 """From the first byte of a connection, or of a further request on it, to the end of its headers."""
+TICK_SECONDS = 0.05
+LAST_SECONDS = 2.0
+"""For answers that end with an error after the grace time."""
+BACKLOG = 2048
 
 
 class HeaderTimeoutProtocol(H11Protocol):
@@ -66,12 +70,6 @@ class HeaderTimeoutProtocol(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
-
-
-TICK_SECONDS = 0.05
-LAST_SECONDS = 2.0
-"""For answers that end with an error after the grace time."""
-BACKLOG = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,91 @@ from systolic.serving.request import ExpiredError, RefusedError
 from systolic.serving.text.request import SamplingParams, TextRequest
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""Status to ``error.type`` of OpenAI's body; all others are ``invalid_request_error``."""
+FINAL = (500, 504)
+"""Statuses after which the official client would try again by itself, and gets the same answer."""
+T = TypeVar("T")
+SHOWN = 40
+"""Characters of a value that an error shows."""
+_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) (\S+)")
+_KIND = re.compile(r"Expected `([^`]+)`, got `[^`]+`")
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+|\.\.\.)\]")
+_BOUNDS = {
+    ">=": "{} or more",
+    "<=": "{} or less",
+    ">": "more than {}",
+    "<": "less than {}",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+"""Types as msgspec names them, in the words of this server's messages."""
+_OF_KIND: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+_IN_BOUND: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Top = Annotated[int, Meta(ge=0, le=20)]
+STOPS = 16
+"""Stop strings of a request."""
+LONGEST_STOP = 1024
+"""Characters of a stop string; so much of a stream can be held back."""
+UNSUPPORTED = (
+    "suffix",
+    "min_tokens",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "allowed_token_ids",
+    "bad_words",
+    "use_beam_search",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+    "logits_processors",
+    "chat_template",
+    "continue_final_message",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "functions",
+    "function_call",
+    "reasoning_effort",
+    "verbosity",
+)
+"""Fields that this server knows and does not carry out."""
 
 
 @lru_cache(maxsize=1)
@@ -90,20 +175,6 @@ def _as_text(raw: bytes) -> str:
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """The vocabulary of a tokenizer, kept."""
     return Vocabulary(tokenizer)
-
-
-KINDS: Mapping[int, str] = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
-"""Status to ``error.type`` of OpenAI's body; all others are ``invalid_request_error``."""
-FINAL = (500, 504)
-"""Statuses after which the official client would try again by itself, and gets the same answer."""
 
 
 class Dialect(Enum):
@@ -189,32 +260,6 @@ def problem_of(error: SystolicError) -> ProblemError:
     return ProblemError(status=500, message=text)
 
 
-T = TypeVar("T")
-
-SHOWN = 40
-"""Characters of a value that an error shows."""
-_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
-_MISSING = re.compile(r"Object missing required field `([^`]+)`")
-_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) (\S+)")
-_KIND = re.compile(r"Expected `([^`]+)`, got `[^`]+`")
-_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+|\.\.\.)\]")
-_BOUNDS = {
-    ">=": "{} or more",
-    "<=": "{} or less",
-    ">": "more than {}",
-    "<": "less than {}",
-}
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
-"""Types as msgspec names them, in the words of this server's messages."""
-
-
 async def read(request: Request, kind: type[T]) -> T:
     """The body of a request as a record.
 
@@ -278,23 +323,6 @@ def _located(value: Any, path: str, fits: Callable[[Any], bool]) -> tuple[str, A
     return path, value
 
 
-_OF_KIND: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-_IN_BOUND: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-
-
 def _fits(value: Any, bound: re.Match[str] | None, kinds: Sequence[str]) -> bool:
     """Whether a value passes the bound or is of one of the kinds that msgspec says it fails."""
     if bound:
@@ -327,16 +355,6 @@ def with_infinities(value: Any, written: bytes) -> Any:
     if isinstance(value, dict):
         return {name: with_infinities(part, written) for name, part in value.items()}
     return value
-
-
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Top = Annotated[int, Meta(ge=0, le=20)]
-STOPS = 16
-"""Stop strings of a request."""
-LONGEST_STOP = 1024
-"""Characters of a stop string; so much of a stream can be held back."""
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -486,35 +504,6 @@ class TextFields(Struct, kw_only=True):
             logprobs=logprobs,
             deadline_seconds=deadline_seconds,
         )
-
-
-UNSUPPORTED = (
-    "suffix",
-    "min_tokens",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "truncate_prompt_tokens",
-    "prompt_embeds",
-    "allowed_token_ids",
-    "bad_words",
-    "use_beam_search",
-    "prompt_logprobs",
-    "include_stop_str_in_output",
-    "logits_processors",
-    "chat_template",
-    "continue_final_message",
-    "audio",
-    "prediction",
-    "web_search_options",
-    "functions",
-    "function_call",
-    "reasoning_effort",
-    "verbosity",
-)
-"""Fields that this server knows and does not carry out."""
 
 
 def refuse(name: str, value: object) -> None:

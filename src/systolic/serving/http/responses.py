@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import numpy as np
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from systolic.serving.text.request import AnswerStream, Finish, TextEngine, Text
 T = TypeVar("T")
 SHORT = 4096
 """Characters of a text that is tokenized in the event loop; a longer one would hold up the others' streams."""
+DONE = b"data: [DONE]\n\n"
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -78,7 +79,10 @@ def failure(output: TextOutput) -> ProblemError | None:
                 code="cancelled",
                 retry_seconds=1.0,
             )
-    return None
+        case Finish.stop | Finish.length | None:
+            return None
+        case reason:
+            assert_never(reason)
 
 
 def count(output: TextOutput, context: RequestContext) -> None:
@@ -170,9 +174,6 @@ def objects(values: list[bytes] | list[object]) -> np.ndarray:
     array = np.empty(len(values), object)
     array[:] = values
     return array
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 def event(value: object) -> bytes:

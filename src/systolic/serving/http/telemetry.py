@@ -19,6 +19,34 @@ if TYPE_CHECKING:
 
     from systolic.serving.http.state import RequestContext
 
+OPERATIONS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+"""Path to ``gen_ai.operation.name``."""
+JSON = '-H "content-type: application/json"'
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "chat": (
+        "/v1/chat/completions",
+        JSON,
+        '-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a systolic array?"}}]}}\'',
+    ),
+    "text": (
+        "/v1/completions",
+        JSON,
+        '-d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}\'',
+    ),
+    "embedding": ("/v1/embeddings", JSON, '-d \'{{"model": "{name}", "input": "some text"}}\''),
+    "transcription": ("/v1/audio/transcriptions", "-F model={name}", "-F file=@speech.wav"),
+    "image": (
+        "/v1/models/{name}:predict",
+        '-d @- <<< "{{\\"instances\\": [{{\\"b64\\": \\"$(base64 < picture.jpg)\\"}}]}}"',
+    ),
+    "tensors": ("/v2/models/{name}",),
+}
+"""Kind of a model to the path and the options of a curl command that asks it."""
+
 
 class EventLog:
     """Writes events with their time; fields that are None are left out.
@@ -53,14 +81,6 @@ class EventLog:
         """The text of an event."""
         record = {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
         return msgspec.json.encode(record).decode() + "\n"
-
-
-OPERATIONS: Mapping[str, str] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
-"""Path to ``gen_ai.operation.name``."""
 
 
 class RequestSpan(Protocol):
@@ -168,29 +188,6 @@ class _TraceSpan:
 def find_traces() -> Traces:
     """Spans where OpenTelemetry is installed, else none."""
     return OpenTelemetry() if find_spec("opentelemetry") is not None else NoTraces()
-
-
-JSON = '-H "content-type: application/json"'
-EXAMPLES: Mapping[str, tuple[str, ...]] = {
-    "chat": (
-        "/v1/chat/completions",
-        JSON,
-        '-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a systolic array?"}}]}}\'',
-    ),
-    "text": (
-        "/v1/completions",
-        JSON,
-        '-d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}\'',
-    ),
-    "embedding": ("/v1/embeddings", JSON, '-d \'{{"model": "{name}", "input": "some text"}}\''),
-    "transcription": ("/v1/audio/transcriptions", "-F model={name}", "-F file=@speech.wav"),
-    "image": (
-        "/v1/models/{name}:predict",
-        '-d @- <<< "{{\\"instances\\": [{{\\"b64\\": \\"$(base64 < picture.jpg)\\"}}]}}"',
-    ),
-    "tensors": ("/v2/models/{name}",),
-}
-"""Kind of a model to the path and the options of a curl command that asks it."""
 
 
 class ConsoleLog(EventLog):

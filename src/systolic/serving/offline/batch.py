@@ -40,6 +40,18 @@ from systolic.serving.offline.files import (
 from systolic.serving.registry import ModelRegistry, Served
 from systolic.serving.server import ServeSettings, ServeTarget, checked_targets, open_served
 
+AHEAD = 2
+"""Lines in flight for each text that is continued at once: while one runs, another waits for its place."""
+IN_FLIGHT = 128
+"""Lines in flight of a model that writes no text."""
+QUEUED = 1 << 16
+"""Texts or examples that may wait: lines can have many, and none is refused for others' sake."""
+STALLED_SECONDS = 3600.0
+"""Time of a call after which a model that writes no text counts as stuck; nobody waits for a single answer here."""
+SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
+ALONE, RETRY_SECONDS = 3, 0.05
+"""Times that a line is asked while no other is, before its refusal is its answer; the time between."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answerer:
@@ -93,16 +105,6 @@ class Answerer:
 def answerer_file(out: Path) -> Path:
     """The file beside an output."""
     return out.with_name(f"{out.name}.model.json")
-
-
-AHEAD = 2
-"""Lines in flight for each text that is continued at once: while one runs, another waits for its place."""
-IN_FLIGHT = 128
-"""Lines in flight of a model that writes no text."""
-QUEUED = 1 << 16
-"""Texts or examples that may wait: lines can have many, and none is refused for others' sake."""
-STALLED_SECONDS = 3600.0
-"""Time of a call after which a model that writes no text counts as stuck; nobody waits for a single answer here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +268,6 @@ async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
         json=headers.get(b"content-type", b"").startswith(b"application/json"),
         retry_seconds=None if retry is None else float(retry),
     )
-
-
-SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
-ALONE, RETRY_SECONDS = 3, 0.05
-"""Times that a line is asked while no other is, before its refusal is its answer; the time between."""
 
 
 class BatchRun:

@@ -31,6 +31,10 @@ EXPECTED = 'each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/c
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 ABSENT = Raw()
 _ID = re.compile(r"batch_req_(?P<line>[1-9][0-9]{0,14})_(?P<digest>[0-9a-f]{16})")
+_HEAD = b'{"id":"batch_req_'
+"""How each result begins. A file of something else loses nothing."""
+BLANK = 0
+"""Digest of a line that holds nothing, which has no result."""
 
 
 class _Fields(msgspec.Struct, kw_only=True):
@@ -236,12 +240,6 @@ class BatchProgress:
         """Until the end at the rate so far."""
         here = self.answered - self.earlier
         return self.seconds / here * (self.lines - self.answered) if here else None
-
-
-_HEAD = b'{"id":"batch_req_'
-"""How each result begins. A file of something else loses nothing."""
-BLANK = 0
-"""Digest of a line that holds nothing, which has no result."""
 
 
 def digest_of(line: bytes) -> int:

@@ -9,6 +9,8 @@ from systolic.steps.paged import StepShape
 
 Needs = Mapping[int, float]
 """How often each size is needed."""
+POINTS = 64
+"""Sizes of a histogram whose products with those of another are counted."""
 
 
 def in_units(needed: Needs, unit: int) -> Needs:
@@ -183,10 +185,6 @@ def _running(traffic: TextTraffic, rows: int) -> Needs:
     for count, often in traffic.running.items():
         counts[min(count, rows)] = counts.get(min(count, rows), 0.0) + often
     return counts
-
-
-POINTS = 64
-"""Sizes of a histogram whose products with those of another are counted."""
 
 
 def _fewer(needed: Needs) -> Needs:

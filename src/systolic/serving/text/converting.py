@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Part = tuple[list[str], list[int]]
 """Paths of arrays, and which arrays of serving are made of them."""
+MULTIPLIED = WeightFormat.int8, WeightFormat.w8a8
+"""Formats whose codes are multiplied as they are, see :func:`systolic.models.linear.codes_product`."""
 
 
 def serving_weights(
@@ -131,10 +133,6 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding if placed else None
     )
-
-
-MULTIPLIED = WeightFormat.int8, WeightFormat.w8a8
-"""Formats whose codes are multiplied as they are, see :func:`systolic.models.linear.codes_product`."""
 
 
 def restored_on_cpu(

@@ -24,6 +24,9 @@ from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import LEAST_ROWS
 from systolic.steps.step_functions import StepFunctions
 
+CONTEXT = 4096
+"""Tokens of a text where none are asked for and the model takes more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
@@ -77,10 +80,6 @@ class OpeningWatcher(Protocol):
     def placed(self, seconds: float) -> None:
         """After the weights were laid out on the devices, which took so long."""
         ...
-
-
-CONTEXT = 4096
-"""Tokens of a text where none are asked for and the model takes more."""
 
 
 def open_engine(

@@ -1,4 +1,4 @@
-"""A request for text: how its tokens are sampled, its stream, and its sequence in an engine, with its tokens, pages, and end."""
+"""A request for text: how its tokens are sampled, and the stream of its output."""
 
 import asyncio
 import threading
@@ -9,6 +9,11 @@ from typing import Annotated, Protocol
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 from systolic.inference.results import Finish
+
+TopLogprobs = Sequence[tuple[int, float]]
+"""Likeliest ids with their log-probabilities, likeliest first."""
+Logprob = tuple[float | None, TopLogprobs]
+"""Natural logarithm of a token's probability before temperature and cuts, and the likeliest in its place; None for a prompt's first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +80,6 @@ class TextRequest:
     """Log-probabilities of the prompt's tokens as well, with as many likeliest ones as ``logprobs``."""
     deadline_seconds: float | None = None
     """Ends the text so long after it was submitted."""
-
-
-TopLogprobs = Sequence[tuple[int, float]]
-"""Likeliest ids with their log-probabilities, likeliest first."""
-Logprob = tuple[float | None, TopLogprobs]
-"""Natural logarithm of a token's probability before temperature and cuts, and the likeliest in its place; None for a prompt's first."""
 
 
 @dataclass(kw_only=True, slots=True)

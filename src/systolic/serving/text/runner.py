@@ -35,6 +35,11 @@ BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""
 CHOSEN = ChosenTokens(0, 0, 0, 0)  # ty: ignore[invalid-argument-type]
 """Structure of what a step chose."""
+Part = tuple[Sequence, int]
+"""A sequence and how many tokens of its prompt it reads."""
+StepResult = tuple[Sequence, int, float, TopLogprobs, PromptScores | None, int]
+"""Arguments of :meth:`~systolic.serving.text.sequence.Sequence.push` for a sequence, and its tokens that the step had read: of
+those that later steps read nothing is known yet."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -301,13 +306,6 @@ class Programs:
             compiler_options=self.paged.steps.target.compiler_options,
         )
         return arguments, lambda: jitted.lower(*arguments)
-
-
-Part = tuple[Sequence, int]
-"""A sequence and how many tokens of its prompt it reads."""
-StepResult = tuple[Sequence, int, float, TopLogprobs, PromptScores | None, int]
-"""Arguments of :meth:`~systolic.serving.text.sequence.Sequence.push` for a sequence, and its tokens that the step had read: of
-those that later steps read nothing is known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from systolic.steps.logits import Scores
 
+NO_LABEL = -1
+"""Label of an example that is left out of loss and metrics."""
+NUM_BYTES = 256
+"""Number of byte ids where the unit is a byte; ids from it on mark documents."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrayOutputs(Task):
@@ -131,10 +136,6 @@ def _output(model: Any, batch: Mapping[str, "jax.Array"], output: str, answer: s
             f"the model has no output {output!r}{nearest(output, outputs)}; it has {', '.join(sorted(outputs))}"
         )
     return outputs[output]
-
-
-NO_LABEL = -1
-"""Label of an example that is left out of loss and metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,10 +256,6 @@ class Embedding(Task):
             length = jnp.linalg.norm(vector, axis=-1, keepdims=True)
             vector = vector / jnp.maximum(length, 1e-12)
         return {"embedding": vector}
-
-
-NUM_BYTES = 256
-"""Number of byte ids where the unit is a byte; ids from it on mark documents."""
 
 
 class Unit(enum.Enum):

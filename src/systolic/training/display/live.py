@@ -33,6 +33,15 @@ from systolic.runs.metrics import (
 from systolic.training.display import plain
 from systolic.training.display.plain import Plain
 
+MAX_LINES = 40
+"""Log lines kept between two drawings; more are counted instead of printed."""
+MAX_WIDTH = 110
+"""Columns of the panel on a wide terminal."""
+_CURVES = ("loss", "learning_rate", "throughput", "grad_norm")
+_ALARMS = frozenset(
+    {"bad_step", "skip", "stop", "interrupt", "recompile", "data", "schedule", "skipped_file"}
+)
+
 
 class Live:
     """A watcher that draws the run on a terminal, or prints plain lines where it cannot draw.
@@ -112,18 +121,6 @@ class _Ticker:
             if self._screen.has_news or idle * self._seconds >= 1:
                 self._screen.draw()
                 idle = 0
-
-
-MAX_LINES = 40
-"""Log lines kept between two drawings; more are counted instead of printed."""
-
-MAX_WIDTH = 110
-"""Columns of the panel on a wide terminal."""
-
-_CURVES = ("loss", "learning_rate", "throughput", "grad_norm")
-_ALARMS = frozenset(
-    {"bad_step", "skip", "stop", "interrupt", "recompile", "data", "schedule", "skipped_file"}
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,21 @@ MAX_EVALS = 200
 
 MAX_TERMS = 8
 """Most charts of terms that the task reports beside the loss."""
+MAX_EVENTS = 150
+"""Rows of the event table; the last ones are kept."""
+MAX_SPANS = 250
+"""Bars in one lane of the time line."""
+MAX_SAMPLES = 6
+MAX_SAMPLE_CHARACTERS = 4000
+MAX_TREE_ROWS = 400
+MAX_VALUE_CHARACTERS = 400
+_LaneEntry = tuple[EvalRecord | EventRecord, str]
+"""A record of the time line, and its text."""
+_LANES = {
+    "compile": ("compile", "recompile", "load"),
+    "checkpoint": ("checkpoint",),
+    "trouble": ("bad_step", "skip", "lost", "stop", "interrupt", "skipped_file"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,25 +294,6 @@ def _padded(low: float, high: float) -> PlotAxis:
     pad = (high - low) * 0.05
     low = low - pad if low - pad > 0 or low < 0 else 0.0
     return pages.linear_axis(low, high + pad, num_ticks=6)
-
-
-MAX_EVENTS = 150
-"""Rows of the event table; the last ones are kept."""
-MAX_SPANS = 250
-"""Bars in one lane of the time line."""
-MAX_SAMPLES = 6
-MAX_SAMPLE_CHARACTERS = 4000
-MAX_TREE_ROWS = 400
-MAX_VALUE_CHARACTERS = 400
-
-_LaneEntry = tuple[EvalRecord | EventRecord, str]
-"""A record of the time line, and its text."""
-
-_LANES = {
-    "compile": ("compile", "recompile", "load"),
-    "checkpoint": ("checkpoint",),
-    "trouble": ("bad_step", "skip", "lost", "stop", "interrupt", "skipped_file"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,15 @@ OVERFLOW = 700.0
 
 LEAST = 0.0005
 """Shares below this round to nothing and are left out."""
+RERUN = "the same run again"
+"""The purpose of the command that made a run."""
+LEVEL = 0.02
+"""Difference to gzip's compression that counts as equal."""
+SAMPLE_LINES = 8
+SAMPLE_CHARACTERS = 600
+CURVE_WIDTH = 40
+MAX_WIDTH = 100
+"""Columns of the panel on a wide terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,12 +169,6 @@ def _rank(name: str) -> int:
     """Rank of a metric: the most informative first, with its baseline beside it."""
     ends = ("bits_per_byte", "perplexity", "accuracy", "loss")
     return next((place for place, end in enumerate(ends) if name.endswith(end)), len(ends))
-
-
-RERUN = "the same run again"
-"""The purpose of the command that made a run."""
-LEVEL = 0.02
-"""Difference to gzip's compression that counts as equal."""
 
 
 def judge(run: RunRecord) -> Verdict:
@@ -287,13 +290,6 @@ def _started(run: RunRecord) -> list[str]:
         at = words.index("--run")
         del words[at : at + 2]
     return [word for word in words if not word.startswith("--run=")]
-
-
-SAMPLE_LINES = 8
-SAMPLE_CHARACTERS = 600
-CURVE_WIDTH = 40
-MAX_WIDTH = 100
-"""Columns of the panel on a wide terminal."""
 
 
 def print_summary(run_dir: Path) -> None:

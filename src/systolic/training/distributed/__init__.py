@@ -33,6 +33,8 @@ TELL_SECONDS = 20.0
 AGAIN_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _GREETING = "systolic meeting 1"
+TEXT_BYTES = 4096
+"""Size limit of a text for :func:`share`."""
 
 
 class _SocketFile(Protocol):
@@ -246,10 +248,6 @@ def _left(stream: _SocketFile) -> bool:
 def _write(stream: _SocketFile, value: Mapping[str, Any]) -> None:
     stream.write(json.dumps(value).encode() + b"\n")
     stream.flush()
-
-
-TEXT_BYTES = 4096
-"""Size limit of a text for :func:`share`."""
 
 
 def belongs(environ: Mapping[str, str]) -> bool:

@@ -26,6 +26,14 @@ _METADATA_SECONDS = 5.0
 _METADATA_TRIES = 3
 _ABSENT = 404
 _ROOT = Path("/")
+_COUNTS = {
+    "MEGASCALE_NUM_SLICES": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    "SKYPILOT_NUM_NODES": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+    "SLURM_STEP_NUM_TASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
+    "PMI_SIZE": ("PMI_RANK",),
+}
+"""Variables with a number of processes or slices, each with the variables that identify this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,16 +85,6 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
             f"{member.by} describes process {member.index} of {member.count} but no coordinator; give --coordinator HOST:PORT of process 0 in every process"
         )
     return member
-
-
-_COUNTS = {
-    "MEGASCALE_NUM_SLICES": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
-    "SKYPILOT_NUM_NODES": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
-    "SLURM_STEP_NUM_TASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID"),
-    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
-    "PMI_SIZE": ("PMI_RANK",),
-}
-"""Variables with a number of processes or slices, each with the variables that identify this one."""
 
 
 def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:

@@ -46,6 +46,9 @@ SPREAD = 0.5
 """Share of a choice's column over which its dots are spread."""
 GOLDEN = 0.618
 """Step between the places of successive trials in a column, in which neighbours are far apart."""
+NAME = "report.html"
+MOST_ROWS = 500
+"""Most rows of the table; the best trials are kept."""
 
 
 def history(study: StudyResult) -> Plot | None:
@@ -253,11 +256,6 @@ def legend(study: StudyResult, shown: Sequence[Plot], ringed: str = "") -> list[
 
 def _text(study: StudyResult, row: TrialRow) -> str:
     return f"trial {row.number}: {view.objectives(study, row)}\n{view.settings_of(row)}"
-
-
-NAME = "report.html"
-MOST_ROWS = 500
-"""Most rows of the table; the best trials are kept."""
 
 
 def write_page(study: StudyResult, folder: Path) -> Path:

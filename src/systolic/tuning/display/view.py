@@ -18,6 +18,13 @@ from systolic.tuning.results import StudyResult, TrialRow
 
 STATES = ("done", "stopped early", "refused", "failed", "running", "waiting")
 """States of a trial, in the order in which their counts are listed."""
+WIDEST = 160
+NAMES = 12
+"""Columns of a row's name."""
+FRONT = 12
+"""Most trials of the Pareto front that are listed."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell has it."""
 
 
 def settings_of(row: TrialRow) -> str:
@@ -145,17 +152,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-WIDEST = 160
-NAMES = 12
-"""Columns of a row's name."""
-FRONT = 12
-"""Most trials of the Pareto front that are listed."""
-
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell has it."""
 
 
 def show(study: StudyResult, *, json: bool = False) -> int:

@@ -17,6 +17,8 @@ _class: list[Any] = []
 _on_host: dict[int, tuple[Any, str]] = {}
 _count = itertools.count()
 _host = threading.local()
+REF_MAKERS = ("new_ref", "ref", "mutable_array")
+"""Operation that makes a mutable reference, by version of jax."""
 
 
 def array_class():
@@ -234,9 +236,6 @@ def _constant(val, *rest):
 
 
 # mutable references of jax.new_ref: a call takes their arrays, and gives each that it may change anew
-
-REF_MAKERS = ("new_ref", "ref", "mutable_array")
-"""Operation that makes a mutable reference, by version of jax."""
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from systolic_capture import report
 TPU = (None, "tpu")
 FLAGS = "LIBTPU_INIT_ARGS"
 _known = {}
+_here = threading.local()
 
 
 @functools.cache
@@ -199,9 +200,6 @@ def patch_default_device(pxla):
         return cpu_device() if getattr(_here, "computes", 0) else slice_devices()[0]
 
     pxla.get_default_device = get_default_device
-
-
-_here = threading.local()
 
 
 class Cpu:

@@ -14,6 +14,19 @@ MOST_EQNS = 200
 """Operations behind a counter, above which it is taken for none."""
 
 _makers = {}
+IDENTITIES = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze")
+PLACED = ("expand_dims", "optimization_barrier", "sharding_constraint", "stop_gradient", "pvary")
+NESTED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Parameters that hold the body of a call."""
+CALLS = (
+    "pjit",
+    "jit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "shard_map",
+)
 
 
 def _select(which, *cases):
@@ -28,8 +41,6 @@ def _divide(left, right):
     return np.trunc(np.true_divide(left, right)) if right else np.zeros_like(left)
 
 
-IDENTITIES = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze")
-PLACED = ("expand_dims", "optimization_barrier", "sharding_constraint", "stop_gradient", "pvary")
 COMPUTED = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "eq", "ne")},
     **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge")},
@@ -39,17 +50,6 @@ COMPUTED = {
     **dict.fromkeys((*IDENTITIES, *PLACED), lambda value, *_: value),
 }
 """Results of operations on whole numbers."""
-NESTED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters that hold the body of a call."""
-CALLS = (
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "shard_map",
-)
 
 
 def is_counter(aval):

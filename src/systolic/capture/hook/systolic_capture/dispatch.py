@@ -23,6 +23,12 @@ from systolic_capture import (
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
+CALLS = ("pjit", "jit")
+_jitted = set()
+"""Functions of jax that the program gave to jit, such as a checked one, by their places."""
+_lowered = set()
+"""Calls of which jax takes the arguments though they lie apart."""
+_bodies = weakref.WeakKeyDictionary()
 
 
 def aval_of(value):
@@ -78,9 +84,6 @@ def patch_core(core):
             return real(self, primitive, args, params)
 
     core.EvalTrace.process_primitive = process_primitive
-
-
-CALLS = ("pjit", "jit")
 
 
 def _names_slice(params):
@@ -365,10 +368,6 @@ def _belongs_to_slice(args, params):
     return shardings.names_slice(jaxpr)
 
 
-_jitted = set()
-"""Functions of jax that the program gave to jit, such as a checked one, by their places."""
-
-
 def is_own(jaxpr, name=""):
     """Whether jax itself calls its function or operation, rather than the program one that it jitted, or a loop."""
     source = shardings.Inner(jaxpr).source
@@ -426,10 +425,6 @@ def _are_apart(args):
     return len({arg.sharding._device_assignment for arg in placed}) > 1
 
 
-_lowered = set()
-"""Calls of which jax takes the arguments though they lie apart."""
-
-
 def _refuse_apart(call):
     """Raises the error by which jax names arguments on incompatible devices."""
     if not _are_apart(call.args) or call.key in _lowered:
@@ -443,9 +438,6 @@ def _refuse_apart(call):
 
 
 # stages: programs that the program compiles itself
-
-
-_bodies = weakref.WeakKeyDictionary()
 
 
 def body_of(lowering):

@@ -27,6 +27,7 @@ _AXIS = re.compile(r'"([^"]*)"(?::\((\d+)\)(\d+))?')
 _ATTRIBUTE = "sdy.sharding"
 _OPAQUE = re.compile(r"custom_call|stablehlo\.composite|chlo\.(top_k|ragged_dot|scan)\b")
 """Operations that the pass does not see through."""
+_root = []
 
 
 class Inner:
@@ -41,9 +42,6 @@ class Inner:
     def outvars_avals(self):
         """Shapes of the results."""
         return [var.aval for var in self.jaxpr.outvars]
-
-
-_root = []
 
 
 def is_of_jax(source):

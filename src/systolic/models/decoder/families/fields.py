@@ -18,6 +18,25 @@ EXPERT = "{expert}."
 
 Layers = Mapping[str, Sequence[int]]
 """Stack of a rule: ``layer`` to the numbers of the layers in the file."""
+KINDS = {
+    "default": Stretching.none,
+    "linear": Stretching.linear,
+    "llama3": Stretching.llama3,
+    "yarn": Stretching.yarn,
+}
+"""rope_type to ours."""
+NUMBERS = {
+    Stretching.linear: (),
+    Stretching.llama3: ("low_freq_factor", "high_freq_factor"),
+    Stretching.yarn: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+}
+"""Numbers of a kind beside factor and original positions, which have one name there and here."""
+GATED = {"silu": Mlp.swiglu, "gelu_pytorch_tanh": Mlp.geglu, "gelu": Mlp.geglu_exact}
+"""Activations of gated feed-forward parts by their names there."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Names of layers with a window and without in layer_types."""
+UNSAID = ("capacity_factor", "dispatch", "router_loss", "router_bias_rate", "rounding")
+"""Fields that no config.json has; of those a capacity that drops tokens changes what a model computes, and its export is refused."""
 
 
 def kinds_of_layers(model: Decoder) -> dict[str, Layers]:
@@ -160,29 +179,6 @@ def shared_fields(model: Decoder) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "rms_norm_eps": model.norm_eps,
     }
-
-
-KINDS = {
-    "default": Stretching.none,
-    "linear": Stretching.linear,
-    "llama3": Stretching.llama3,
-    "yarn": Stretching.yarn,
-}
-"""rope_type to ours."""
-
-NUMBERS = {
-    Stretching.linear: (),
-    Stretching.llama3: ("low_freq_factor", "high_freq_factor"),
-    Stretching.yarn: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
-}
-"""Numbers of a kind beside factor and original positions, which have one name there and here."""
-
-GATED = {"silu": Mlp.swiglu, "gelu_pytorch_tanh": Mlp.geglu, "gelu": Mlp.geglu_exact}
-"""Activations of gated feed-forward parts by their names there."""
-SLIDING, FULL = "sliding_attention", "full_attention"
-"""Names of layers with a window and without in layer_types."""
-UNSAID = ("capacity_factor", "dispatch", "router_loss", "router_bias_rate", "rounding")
-"""Fields that no config.json has; of those a capacity that drops tokens changes what a model computes, and its export is refused."""
 
 
 def follow(config: Config, known: Mapping[str, Any]) -> None:

@@ -68,6 +68,35 @@ ACTIVATION_NAMES = {
 PREFIX = "transformer."
 """Beginning of names in files of the whole language model; the first files were of the trunk alone."""
 GPT2_LAYER = f"{PREFIX}h.{{layer}}."
+MXFP4 = np.array(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
+    np.float32,
+)
+"""Values of the 16 codes of a 4-bit float (OCP Microscaling Formats 1.0, section 5.3.3)."""
+SCALE_BIAS = 127
+"""Exponent bias of a block's scale (section 5.4.1 of the same)."""
+YARN: Config = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS: Config = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201_088,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+}
+"""Values of absent fields; those of ``YARN`` where neither rope_parameters nor rope_scaling is given."""
 
 
 def gpt2(config: Config) -> Decoder:
@@ -166,39 +195,6 @@ def whole(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return config, {
         name if name.startswith(own) else PREFIX + name: tensor for name, tensor in tensors.items()
     }
-
-
-MXFP4 = np.array(
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
-    np.float32,
-)
-"""Values of the 16 codes of a 4-bit float (OCP Microscaling Formats 1.0, section 5.3.3)."""
-SCALE_BIAS = 127
-"""Exponent bias of a block's scale (section 5.4.1 of the same)."""
-
-
-YARN: Config = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-GPT_OSS: Config = {
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201_088,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "max_position_embeddings": 131_072,
-}
-"""Values of absent fields; those of ``YARN`` where neither rope_parameters nor rope_scaling is given."""
 
 
 def gpt_oss(config: Config) -> Decoder:

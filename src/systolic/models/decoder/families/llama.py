@@ -49,6 +49,46 @@ MISTRAL: Config = {
     "num_key_value_heads": 8,
     "sliding_window": 4096,
 }
+MIXTRAL: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+"""Values of absent fields."""
+QWEN2: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151_936,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+"""Values of absent fields."""
+QWEN3: Config = {**QWEN2, "head_dim": 128, "attention_bias": False}
+QWEN_MOE: Config = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151_936,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "sliding_window": 4096,
+}
+"""Values of absent fields."""
 
 
 def llama(config: Config) -> Decoder:
@@ -106,19 +146,6 @@ def mistral_config(model: Decoder) -> dict[str, Any]:
         "hidden_act": named(model.mlp),
         "sliding_window": model.window or None,
     }
-
-
-MIXTRAL: Config = {
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32_000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-"""Values of absent fields."""
 
 
 def mixtral(config: Config) -> Decoder:
@@ -179,24 +206,6 @@ def mixtral_config(model: Decoder) -> dict[str, Any]:
     }
 
 
-QWEN2: Config = {
-    "hidden_size": 4096,
-    "intermediate_size": 22_016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 151_936,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-"""Values of absent fields."""
-QWEN3: Config = {**QWEN2, "head_dim": 128, "attention_bias": False}
-
-
 def qwen2(config: Config) -> Decoder:
     """The sizes of a Qwen2's config.json.
 
@@ -253,21 +262,6 @@ def _qwen_config(model: Decoder) -> dict[str, Any]:
         "sliding_window": model.window or None,
         "layer_types": layer_types(model),
     }
-
-
-QWEN_MOE: Config = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 151_936,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 8,
-    "sliding_window": 4096,
-}
-"""Values of absent fields."""
 
 
 def qwen_moe(config: Config) -> Decoder:
