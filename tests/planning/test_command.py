@@ -147,13 +147,13 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"goal": "fast"}, "--goal is 'fast'; it takes time, cost, energy, pareto"),
-        ({"price": "sport"}, "--price is 'sport'; did you mean spot?"),
+        ({"goal": "fast"}, "goal is 'fast'; it takes time, cost, energy, pareto"),
+        ({"price": "sport"}, "price is 'sport'; did you mean spot?"),
         ({"tokens": 1.0, "examples": 1.0}, "give one of them"),
-        ({"tokens": 0}, "--tokens is 0.0; it must be above 0"),
-        ({"tokens": -5.0}, "--tokens is -5.0; it must be above 0"),
-        ({"budget": math.nan}, "--budget is nan, not a finite number"),
-        ({"max_chips": 0}, "--max-chips is 0; it must be at least 1"),
+        ({"tokens": 0}, "tokens is 0.0; it must be above 0"),
+        ({"tokens": -5.0}, "tokens is -5.0; it must be above 0"),
+        ({"budget": math.nan}, "budget is nan, not a finite number"),
+        ({"max_chips": 0}, "max_chips is 0; it must be at least 1"),
         ({"deadline": 3}, "deadline is 3; it takes a time such as '90m'"),
     ],
 )

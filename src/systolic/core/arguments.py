@@ -409,7 +409,10 @@ def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
     """The record with the fields of a dict, or of the kind that text names; ``NO_VALUE`` where a type takes neither."""
     if not isinstance(kind, type) or not is_dataclass(kind):
         return NO_VALUE
-    hints = typing.get_type_hints(kind, include_extras=True)
+    try:
+        hints = typing.get_type_hints(kind, include_extras=True)
+    except NameError:  # of a result, whose module loads the types of its fields later
+        return NO_VALUE
     known = [known_field.name for known_field in fields(kind) if known_field.init]
     if isinstance(value, str) and any(map(_members, _kinds(hints.get("kind"))[0])):
         value = {"kind": value}
