@@ -197,7 +197,7 @@ def test_from_the_store_without_jax_and_as_python_forecasts_the_job(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     line, mistake = done.stdout.splitlines()
-    assert mistake == "--step is 'evil'; did you mean eval?; it takes train, eval, prefill, decode"
+    assert mistake == "step is 'evil'; did you mean eval?; it takes train, eval, prefill, decode"
     made = json.loads(line)
     assert made["compiler"]["cached"]
     # In a process of its own: one that has JAX asks the store for other settings.

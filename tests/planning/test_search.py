@@ -18,7 +18,7 @@ from systolic.planning import goal
 from systolic.planning import search as search_module
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
-from systolic.planning.plan import SearchStop
+from systolic.planning.plan import PAIRED_ERROR, SearchStop
 from systolic.planning.search import Limits, Search
 from systolic.planning.space import RefusalRule
 from tests.planning.evaluators import AnsweringEvaluator
@@ -181,7 +181,9 @@ def test_the_json_has_the_published_names() -> None:
     for name in ("goal", "best", "candidates", "rejected", "searched", "compiled", "seconds"):
         assert name in plain
     times = [one["total"]["seconds"] for one in plain["candidates"]]
-    assert times == sorted(times)
+    # The answer is the simplest of those that the forecast can't tell apart.
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= min(times) * (1 + PAIRED_ERROR)
     assert plain["best"] == plain["candidates"][0]
     for one in plain["candidates"]:
         usd, region, as_of = slice(one["slice"]).rate("on_demand")

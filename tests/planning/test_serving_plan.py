@@ -311,11 +311,11 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"requests_per_second": 0}, "--requests-per-second is 0.0; it must be above 0"),
-        ({"ttft": "fast"}, "--ttft is 'fast'; write a time such as 50ms"),
-        ({"price": "free"}, "--price is 'free'; it takes on-demand, spot, committed"),
-        ({"weights": "int9"}, "--weights is 'int9'"),
-        ({"flags": "foo"}, "--flags has 'foo'"),
+        ({"requests_per_second": 0}, "requests_per_second is 0.0; it must be above 0"),
+        ({"ttft": "fast"}, "ttft is 'fast'; write a time such as 50ms"),
+        ({"price": "free"}, "price is 'free'; it takes on-demand, spot, committed"),
+        ({"weights": "int9"}, "weights is 'int9'"),
+        ({"flags": "foo"}, "flags has 'foo'"),
         (
             {"model": "gpt2"},
             "are a context of 2000 and the model has positions for 1024 tokens; give",

@@ -63,7 +63,7 @@ def test_other_contents_of_the_same_size(
     size = sum(f.stat().st_size for f in ([where] if where.is_file() else where.iterdir()))
     assert refused(home, capsys) == (
         1,
-        f"the {split} data of {run} has changed since it was trained: {where} has as many bytes ({size}) with other contents, compared whole; restore it, or train a new run with init-from {run}",
+        f"the {split} data of {run} has changed since it was trained: {where} has as many bytes ({size}) with other contents, compared whole; restore it, or train a new run with --init-from {run}",
     )
 
 
@@ -111,7 +111,7 @@ def test_more_steps_do_not_warm_up_again(home: Path):
         ),
         (
             ("--steps", "2"),
-            "steps is 2, but RUN has a checkpoint of step 3; give --steps 3 or more",
+            "--steps is 2, but RUN has a checkpoint of step 3; give --steps 3 or more",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_weights_of_another_kind_of_model_begin_nothing(
     assert main(["train", "digits", "--steps", "1", *begin]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"systolic: init-from {home / 'run'} holds the weights of a Decoder, and digits trains a CNN; give a run of the same kind of model [run]"
+        f"systolic: --init-from {home / 'run'} holds the weights of a Decoder, and digits trains a CNN; give a run of the same kind of model [run]"
     )
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\2\0\0\0\0\0\0\0{}")

@@ -411,8 +411,10 @@ def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
         return NO_VALUE
     try:
         hints = typing.get_type_hints(kind, include_extras=True)
-    except NameError:  # of a result, whose module loads the types of its fields later
-        return NO_VALUE
+    except (
+        NameError
+    ):  # of a result, whose module loads the types of its fields later: the function checks it
+        return value if isinstance(value, Mapping) else NO_VALUE
     known = [known_field.name for known_field in fields(kind) if known_field.init]
     if isinstance(value, str) and any(map(_members, _kinds(hints.get("kind"))[0])):
         value = {"kind": value}
