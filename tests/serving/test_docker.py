@@ -205,7 +205,7 @@ def test_what_is_no_whole_bundle_is_refused(bundle: Path, tmp_path: Path) -> Non
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "taken"]
     with pytest.raises(OptionError, match="'rocm'"):
         ImageOptions(platform="rocm")
-    with pytest.raises(OptionError, match="mount True is for to docker"):
+    with pytest.raises(OptionError, match="mount True is for to='docker'"):
         systolic.export(bundle, out, to="hf", mount=True)
 
 

@@ -23,6 +23,8 @@ _COMMAND = re.compile(r"(systolic [a-z]+ [^;,)]*)")
 _TYPED = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?![\w.-])( is )?")
 _FILE = r"(?!\S*\.(?:json|safetensors|npz|gguf|py)\b)"
 """No name of a file comes here."""
+_CHOICES = re.compile(r"is for --([a-z]+) (\w+) and given with --\1 (\w+)")
+"""A choice whose option is given with another choice."""
 _VALUE = r"(?!(?:an?|for|in|no|not|of|the)\b)"
 """A value comes here, rather than words of a sentence about something of an option's name, such as a program."""
 _ADDED = re.compile(r"\b(add|give|set) --([a-z][\w-]*)[ =]([^\s;,]*[^a-z\s;,][^\s;,]*)")
@@ -195,7 +197,11 @@ def as_parameters(text: str, names: Iterable[str]) -> str:
         value = text if text.isupper() else repr(text)
         return f"{verb} {known[name]}={value}" if name in known else option[0]
 
-    parts = _COMMAND.split(text)
+    def choices(said: re.Match[str]) -> str:
+        name, its, typed = said.groups()
+        return f"is for {name}={its!r} and given with {name}={typed!r}"
+
+    parts = _COMMAND.split(_CHOICES.sub(choices, text))
     parts[::2] = [_TYPED.sub(parameter, _ADDED.sub(argument, part)) for part in parts[::2]]
     return "".join(parts)
 

@@ -337,7 +337,7 @@ def test_wrong_options_are_one_line(tmp_path: Path) -> None:
         (
             {"out": tmp_path / "home", "precision": "f16"},
             OptionError,
-            "for to gguf and given with to hf",
+            "for to='gguf' and given with to='hf'",
         ),
     ]
     for given, kind, says in cases:
