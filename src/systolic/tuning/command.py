@@ -176,6 +176,13 @@ def tune(  # noqa: PLR0913  the options of systolic tune
         return answer(tuning, workers)
 
 
+def _choice(value: Any) -> str:
+    """A value as it is typed; a float keeps its point, by which the study of the command is the same."""
+    from systolic.core.option_words import plain_words
+
+    return str(value) if isinstance(value, float) else plain_words(value)
+
+
 def _search_words(
     search: Mapping[str, str | Sequence[Any]] | Sequence[str], target: str
 ) -> list[str]:
@@ -185,14 +192,12 @@ def _search_words(
         OptionError: there are none.
     """
     if isinstance(search, Mapping):
-        from systolic.core.option_words import plain_words
-
         if not search:
             raise OptionError(
                 f"search is {search!r}; it takes options with their values, such as {{'optimizer.learning-rate': 'log:1e-4..1e-2'}}"
             )
         return [
-            f"{name}={values if isinstance(values, str) else ','.join(map(plain_words, values if isinstance(values, Iterable) else [values]))}"
+            f"{name}={values if isinstance(values, str) else ','.join(map(_choice, values if isinstance(values, Iterable) else [values]))}"
             for name, values in search.items()
         ]
     if not search:
