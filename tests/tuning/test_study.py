@@ -627,3 +627,17 @@ def test_a_password_is_not_shown() -> None:
     assert where.shown == "postgresql://eve:***@host/db"
     query = address("postgresql://host/db?password=secret", Path(), "s")
     assert query.shown == "postgresql://host/db"
+
+
+def test_a_study_that_python_began_with_whole_floats_goes_on(tmp_path: Path) -> None:
+    """Its search was written ``0.5,1`` for ``[0.5, 1.0]``, and the command's is ``0.5,1.0``."""
+    with_tables(tmp_path / "study.db")
+
+    def opened(search: str) -> SharedStudy:
+        definition = {"recipe": "r", "search": [search]}
+        return SharedStudy(address(None, tmp_path, "s"), definition, ["minimize"], 120)
+
+    opened("scale=0.5,1")
+    opened("scale=0.5,1.0")
+    with pytest.raises(OptionError, match=r"not scale=0\.5,1\.5; continue it with its own command"):
+        opened("scale=0.5,1.5")

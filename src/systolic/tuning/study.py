@@ -495,6 +495,11 @@ def _beside(file: Path) -> dict[str, Any]:
         ) from error
 
 
+def _numbers(search: Any) -> list[list[str]]:
+    """Searched options in parts, whole numbers without a point: Python wrote 1.0 as 1 until November 2026."""
+    return [[part.removesuffix(".0") for part in str(option).split(",")] for option in search]
+
+
 def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) -> None:
     """Compares parts of a definition with those that are kept.
 
@@ -502,7 +507,8 @@ def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) ->
         OptionError: a part differs.
     """
     for name, value in definition.items():
-        if kept.get(name, value) != value:
+        before = kept.get(name, value)
+        if before != value and not (name == "search" and _numbers(before) == _numbers(value)):
             had, has = _different(kept[name], value)
             own = f"the same {name}" if name in CONTENTS else "its own command"
             raise OptionError(
