@@ -181,12 +181,13 @@ def test_two_hosts_are_slower_than_one() -> None:
     )
     assert one.lanes == ("nvlink",)
     assert two.lanes == thin.lanes == ("dcn",)
-    assert one.seconds == pytest.approx(size * 7 / 8 / 370e9, rel=0.05)
+    # XLA's table: 1 GiB over eight in 2.73 ms, reduced in 4.72 ms.
+    assert one.seconds == pytest.approx(2.73e-3 * 1e9 / 2**30, rel=0.05)
     # Both hosts' cards carry half of it; alone a GPU has one card.
-    assert two.seconds == pytest.approx(size * 15 / 16 / 370e9, rel=0.05)
-    assert thin.seconds == pytest.approx(size / 2 / (400e9 / 8 * 370 / 450), rel=0.05)
+    assert two.seconds == pytest.approx(size * 15 / 16 / (0.785 * 450e9), rel=0.05)
+    assert thin.seconds == pytest.approx(size / 2 / (400e9 / 8 * 0.9), rel=0.05)
     reduced = links.collective("all-reduce", inside, size, size)
-    assert reduced.seconds == pytest.approx(2 * one.seconds, rel=0.05)
+    assert reduced.seconds == pytest.approx(4.72e-3 * 1e9 / 2**30, rel=0.05)
 
 
 def test_a_missing_rate_leaves_the_time_out_but_not_the_memory(
