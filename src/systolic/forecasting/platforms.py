@@ -1,11 +1,13 @@
-"""Forecasts for CPUs and GPUs: the compiler's memory where it was asked, and a roofline's time.
+"""Forecasts for CPUs and GPUs.
 
-For a CPU, and for a GPU of this machine, the program was compiled for real; for any other GPU it was
-partitioned and scheduled on a CPU, and its forecast is marked as assumed.
+A GPU's program is compiled by XLA's GPU compiler where that is installed, and its schedule is simulated. Without it
+the program is partitioned and scheduled on a CPU, and its forecast, a roofline, is marked as assumed. A CPU's program is
+compiled for real, and its time is a roofline too.
 """
 
 from systolic.chips import Slice
 from systolic.compiling import Compiled
+from systolic.compiling.gpu_compiler import advice
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -18,10 +20,11 @@ from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 GPU_ERROR = 0.35
-"""Half-width of a GPU's interval. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
+"""Half-width of a GPU's interval, simulated or not. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
 its baseline over 146 rows); here the efficiencies are measured ones."""
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
@@ -30,6 +33,8 @@ PREALLOCATED = 0.75
 
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
 REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
+SIMULATED = "compiled by XLA's GPU compiler, whose schedule is simulated"
+KERNELS = "kernels are assumed: no GPU timed them; matmuls are priced as cuBLAS's, without Triton's, whose tiles come from timing, and attention as cuDNN's"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
@@ -52,6 +57,7 @@ def forecast_host(
     fits = not have or memory.peak_bytes <= have
     low, high, interval = _interval(on, timeline)
     shown = fits and timeline is not None
+    simulated = shown and on.platform == "gpu" and built is not Built.stand_in
     return Forecast(
         recipe=name,
         on=on,
@@ -79,6 +85,7 @@ def forecast_host(
         cautions=cautions_of(timeline) if timeline is not None else (),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
         answer=outcome,
+        schedules=[(module, timeline, 1.0)] if simulated and timeline is not None else (),
     )
 
 
@@ -99,10 +106,13 @@ def _peak(stats: CompiledMemory) -> int | None:
 def _timeline(
     module: Module, on: Slice, report: CompileReport, given: Given
 ) -> tuple[Timeline | None, str]:
-    """The roofline, or None and what the catalogue lacks for it."""
+    """The step as a GPU's compiler scheduled it, else a roofline; None and what the catalogue lacks for it."""
     stands_in = report.built is Built.stand_in
     program = ModuleSource.stand_in if stands_in else ModuleSource.compiled
     try:
+        if on.platform == "gpu" and not stands_in:
+            places = [tuple(place) for place in report.places] or None
+            return simulate(module, on, places, given=given), ""
         peaks = gpu_peaks(on) if report.rates is None else cpu_peaks(report.rates)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
@@ -127,7 +137,7 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
         text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"
     else:
         down, up = 1 - GPU_ERROR, 1 + GPU_ERROR
-        text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
+        text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines; simulated steps of GPUs have not been measured yet"
 
     def range_of(variant: Timeline) -> tuple[float, float, str]:
         estimated, least, most = variant.by_rule
@@ -149,13 +159,17 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
 def _notes(
     built: Built, on: Slice, memory: MemoryMap, have: int, report: CompileReport
 ) -> list[str]:
-    notes = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
     if built is Built.stand_in:
+        notes = [STAND_IN, *([more] if (more := advice(on)) else [])]
         notes.append(
             "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
         )
         if report.flags:
             notes.append("compiler flags have no effect on a roofline")
+    else:
+        notes = [HOST_TIME] if on.platform == "cpu" else [SIMULATED]
+    if built is Built.topology:
+        notes.append(KERNELS)
     if on.platform == "cpu":
         notes.append(MEASURED)
         if on.num_devices > 1:

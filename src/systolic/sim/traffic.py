@@ -57,6 +57,13 @@ def fusion_bytes(
     return total + sum(_written(module, inner, fusion))
 
 
+def written_bytes(module: Module, instruction: Instruction) -> float:
+    """HBM bytes that an instruction writes."""
+    if instruction.opcode == "fusion":
+        return sum(_written(module, module.callee(instruction, "calls"), instruction))
+    return float(instruction.shape.bytes_in(HBM))
+
+
 def bytes_read(module: Module, inner: Computation, parameter: Instruction, size: float) -> float:
     """Bytes of a fusion's parameter that it reads: slices of it only, or nothing where it is updated in place."""
     reading = _reading(module, inner, parameter, size)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from systolic.chips.flags import described
+from systolic.compiling.gpu_compiler import PLUGINS
 from systolic.core.units import Origin, duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
@@ -242,7 +243,7 @@ def notes(forecast: Forecast) -> list[str]:
 def compiler_text(forecast: Forecast) -> str:
     """Versions and seconds of the compile: ``libtpu 0.0.42.1, jax 0.10.2, from the store in 0.4 s``."""
     facts = forecast.compiler
-    known = [name for name in ("libtpu", "jax") if name in facts.versions]
+    known = [name for name in ("libtpu", *PLUGINS, "jax") if name in facts.versions]
     parts = [f"{name} {facts.versions[name]}" for name in known]
     if parts:
         how = "from the store in" if facts.cached else "compiled in"
