@@ -5,6 +5,8 @@ the program is partitioned and scheduled on a CPU, and its forecast, a roofline,
 compiled for real, and its time is a roofline too.
 """
 
+from dataclasses import replace
+
 from systolic.chips import Slice
 from systolic.compiling import Compiled
 from systolic.compiling.gpu_compiler import advice
@@ -15,9 +17,10 @@ from systolic.core.units import Origin, duration
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.forecast import Forecast
-from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map, peak_of
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
+from systolic.sim.gpu_ops import add_workspaces
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.simulate import simulate
@@ -34,7 +37,8 @@ PREALLOCATED = 0.75
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
 REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
 SIMULATED = "compiled by XLA's GPU compiler, whose schedule is simulated"
-KERNELS = "kernels are assumed: no GPU timed them; matmuls are priced as cuBLAS's, without Triton's, whose tiles come from timing, and attention as cuDNN's"
+WITHOUT_TRITON = "Triton's matmuls are off, since their tiles come from timing them on a GPU; --flags=--xla_gpu_enable_triton_gemm=true has them"
+KERNELS = "kernels assumed, as none was timed: cuBLAS matmuls, cuDNN attention"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
@@ -48,7 +52,7 @@ def forecast_host(
     report = outcome.report
     built, facts = report.built or Built.topology, report.program
     module = parse(outcome.hlo)
-    memory = memory_map(module, _peak(report.memory or CompiledMemory()))
+    memory = _memory(module, report)
     have = capacity(on)
     notes = [*facts.notes, *_notes(built, on, memory, have, report)]
     timeline, why = _timeline(module, on, report, given)
@@ -95,6 +99,16 @@ def capacity(on: Slice) -> int:
     return memory // on.num_devices if on.platform == "cpu" else memory
 
 
+def _memory(module: Module, report: CompileReport) -> MemoryMap:
+    """Memory by the compiler, with the workspaces that only a GPU's library could have told it."""
+    peak = _peak(report.memory or CompiledMemory())
+    if report.built is not Built.topology:
+        return memory_map(module, peak)
+    before = peak_of(module).bytes
+    add_workspaces(module)
+    return memory_map(module, peak and peak + peak_of(module).bytes - before)
+
+
 def _peak(stats: CompiledMemory) -> int | None:
     """Arguments, results that don't take their place, and temporaries at once."""
     if stats.argument_size_in_bytes is None:
@@ -112,7 +126,9 @@ def _timeline(
     try:
         if on.platform == "gpu" and not stands_in:
             places = [tuple(place) for place in report.places] or None
-            return simulate(module, on, places, given=given), ""
+            timeline = simulate(module, on, places, given=given)
+            assumed = [KERNELS] if report.built is Built.topology else []
+            return replace(timeline, notes=(*assumed, *timeline.notes)), ""
         peaks = gpu_peaks(on) if report.rates is None else cpu_peaks(report.rates)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
@@ -168,8 +184,8 @@ def _notes(
             notes.append("compiler flags have no effect on a roofline")
     else:
         notes = [HOST_TIME] if on.platform == "cpu" else [SIMULATED]
-    if built is Built.topology:
-        notes.append(KERNELS)
+    if built is Built.topology and not any("triton_gemm" in flag for flag in report.flags):
+        notes.append(WITHOUT_TRITON)
     if on.platform == "cpu":
         notes.append(MEASURED)
         if on.num_devices > 1:

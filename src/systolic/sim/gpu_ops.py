@@ -13,6 +13,7 @@ from systolic.chips import Slice, known
 from systolic.hlo import Computation, Groups, Instruction, Module, Shape
 from systolic.hlo.shape import HOST
 from systolic.sim import gpu
+from systolic.sim.gpu import AttentionCall
 from systolic.sim.incomplete import FREE_TARGETS, MOVED_TARGETS, fused_calls
 from systolic.sim.network import CollectiveCost, switched
 from systolic.sim.price import FREE, Device, OpPrice
@@ -33,6 +34,11 @@ _TRANSCENDENTAL = frozenset(
 _NO_WORK = FREE | {"broadcast", "iota", "reshape", "copy", "transpose", "slice", "dynamic-slice"}
 _WORKSPACE = ("u8", "s8")
 """Dtypes of the arrays in which libraries keep what they need, after a call's results."""
+_NO_WORKSPACE = "u8[0]{0})"
+"""End of the result of a call whose workspace is not known."""
+_SCORES = 64
+"""Rows and columns to which the array of all scores is filled up."""
+BIASED = "a mask that is no causal one or window comes to cuDNN's attention as a bias, whose gradient it computes through an array of all scores: more memory and time"
 _PRODUCTS = ("dot", "convolution")
 _DIMS = re.compile(r"\d+")
 
@@ -54,45 +60,50 @@ class MatmulSizes:
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
-    """A call of cuDNN's attention."""
+def attention_flops(call: AttentionCall) -> float:
+    """FLOPs of a call of attention: two matmuls forward and five backward, of the pairs of tokens that its mask leaves."""
+    pairs = float(call["q_len"] * call["kv_len"])
+    if call["window"]:
+        pairs = min(pairs, float(call["q_len"] * call["window"]))
+    elif call["causal"]:
+        pairs /= 2
+    products = 10.0 if call["backward"] else 4.0
+    return products * call["batch"] * call["heads"] * call["head_dim"] * pairs
 
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    causal: bool
-    window: int
-    """Tokens that each token attends to; 0 without a window."""
-    backward: bool
-    dtype: str
 
-    @property
-    def flops(self) -> float:
-        """FLOPs: two matmuls forward and five backward, of the pairs of tokens that the kernel does not leave out."""
-        pairs = float(self.q_len * self.kv_len)
-        if self.window:
-            pairs = min(pairs, float(self.q_len * self.window))
-        elif self.causal:
-            pairs /= 2
-        return (10.0 if self.backward else 4.0) * self.batch * self.heads * self.head_dim * pairs
+def scores_bytes(call: AttentionCall) -> int:
+    """Bytes of the gradients of all scores, which cuDNN keeps where a bias has a gradient of its own."""
+    rows, columns = (-(-call[name] // _SCORES) * _SCORES for name in ("q_len", "kv_len"))
+    return 2 * call["batch"] * call["heads"] * rows * columns
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Memory that the kernel takes beside its arrays.
 
-        Backward: dQ summed in f32, a sum for each row of the scores, and dK and dV of each head where heads share them
-        (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h).
-        """
-        if not self.backward:
-            return 0
-        rows = self.batch * self.heads * self.q_len
-        shared = self.heads != self.kv_heads
-        whole = 2 * 2 * self.batch * self.heads * self.kv_len * self.head_dim if shared else 0
-        return 4 * rows * (self.head_dim + 1) + whole
+def workspace_bytes(call: AttentionCall, with_bias: bool) -> int:
+    """Memory that cuDNN's attention takes beside its arrays: none forward.
+
+    Backward a sum for each row of the scores and dQ, both in f32; in place of dQ the gradients of all scores where a bias has
+    a gradient (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h).
+    """
+    if not call["backward"]:
+        return 0
+    rows = 4 * call["batch"] * call["heads"] * call["q_len"]
+    return rows + (scores_bytes(call) if with_bias else rows * call["head_dim"])
+
+
+def add_workspaces(module: Module) -> None:
+    """Gives the calls of cuDNN's attention the workspace that they take on a GPU: without one the compiler does not know it."""
+    for computation in module.computations.values():
+        for call in computation:
+            if not call.target.startswith(FMHA) or not call.shape_text.endswith(_NO_WORKSPACE):
+                continue
+            sizes = attention_of(computation, call)
+            if sizes is not None and (size := workspace_bytes(sizes, has_bias_gradient(call))):
+                head = call.shape_text.removesuffix(_NO_WORKSPACE)
+                call.shape_text = f"{head}u8[{size}]{{0}})"
+
+
+def has_bias_gradient(call: Instruction) -> bool:
+    """Whether a backward call of attention returns the gradient of a bias, after those of queries, keys and values."""
+    return sum(shape.dtype not in _WORKSPACE for shape in call.shape.arrays()) > 3
 
 
 def gpu_device(on: Slice, ids: Sequence[int]) -> Device:
@@ -232,9 +243,13 @@ class _Gpu:
         moved = _moved(computation, call)
         target = call.target
         if target.startswith(FMHA) and (attention := attention_of(computation, call)) is not None:
-            seconds = gpu.attention_seconds(self.on.chip, **_fields(attention))
-            work = Work(attention.flops, moved, attention.dtype)
-            return self._paid(seconds, work, PricedBy.kernel)
+            seconds = gpu.attention_seconds(self.on.chip, **attention)
+            work = Work(attention_flops(attention), moved, attention["dtype"])
+            if not attention["backward"] or not has_bias_gradient(call):
+                return self._paid(seconds, work, PricedBy.kernel)
+            # Written by one kernel and read by the next.
+            seconds += 2 * scores_bytes(attention) / gpu.memory_rate(self.on.chip)
+            return replace(self._paid(seconds, work, PricedBy.kernel), note=BIASED)
         sizes = None
         if target.startswith(CUBLAS):
             sizes = cublas_sizes(computation, call)
@@ -253,10 +268,6 @@ class _Gpu:
             self.on.chip, sizes.batch, sizes.m, sizes.n, sizes.k, *sizes.dtypes
         )
         return self._paid(seconds, Work(sizes.flops, dtype=sizes.dtypes[0]), PricedBy.kernel)
-
-
-def _fields(sizes: AttentionSizes) -> dict:
-    return {name: getattr(sizes, name) for name in AttentionSizes.__slots__}
 
 
 def _together(calls: Sequence[OpPrice]) -> OpPrice:
@@ -384,21 +395,19 @@ def convolution_sizes(computation: Computation, call: Instruction) -> MatmulSize
     )
 
 
-def attention_of(computation: Computation, call: Instruction) -> AttentionSizes | None:
+def attention_of(computation: Computation, call: Instruction) -> AttentionCall | None:
     """Sizes of a call of cuDNN's attention; None where its config does not say them."""
     config = call.config.get("cudnn_fmha_backend_config", {})
     backward = "Backward" in call.target
-    numbers = config.get("bmm2_grad_gemm2" if backward else "bmm1", None)
-    numbers = numbers or config.get(
-        f"{'bmm2_grad_gemm2' if backward else 'bmm1'}_dot_dimension_numbers", {}
-    )
+    product = "bmm2_grad_gemm2" if backward else "bmm1"
+    numbers = config.get(f"{product}_dot_dimension_numbers", {})
     operands = computation.operand_shapes(call)
     if len(operands) < 3 or len(operands[0].dims) != 4:
         return None
     # [batch, sequence, heads, head dim] unless heads come first.
-    at = [int(n) for n in numbers.get("lhs_batch_dimensions", (0, 2))][-1]
+    at = int(numbers.get("lhs_batch_dimensions", (0, 2))[-1])
     query, key = operands[0].dims, operands[1].dims
-    return AttentionSizes(
+    return AttentionCall(
         batch=query[0],
         heads=query[at],
         kv_heads=key[at],
