@@ -1,5 +1,6 @@
 """Formats the figures of a forecast, the same in the terminal and on the page."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from systolic.chips.flags import described
@@ -37,6 +38,8 @@ ELSEWHERE = {
     "host": "starting kernels",
 }
 """Names that differ on CPUs and GPUs."""
+GPU_LANES = {"core": "compute stream", "ici": "NVLink", "dcn": "host network"}
+"""Names of lanes that differ on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +128,11 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
 def words(forecast: Forecast) -> dict[str, str]:
     """Names of the resources on the forecast's platform."""
     return RESOURCES if forecast.on.platform == "tpu" else {**RESOURCES, **ELSEWHERE}
+
+
+def lanes(forecast: Forecast, usual: Mapping[str, str]) -> dict[str, str]:
+    """Names of the lanes on the forecast's platform; ``usual`` are those of a TPU."""
+    return {**usual, **(GPU_LANES if forecast.on.platform == "gpu" else {})}
 
 
 def interval(forecast: Forecast) -> str:
