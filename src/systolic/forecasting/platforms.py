@@ -59,7 +59,7 @@ def forecast_host(
     if timeline is None:
         notes.append(why)
     fits = not have or memory.peak_bytes <= have
-    low, high, interval = _interval(on, timeline)
+    low, high, basis = interval(on, timeline)
     shown = fits and timeline is not None
     simulated = shown and on.platform == "gpu" and built is not Built.stand_in
     return Forecast(
@@ -74,7 +74,7 @@ def forecast_host(
         step_seconds=timeline.seconds if shown and timeline is not None else None,
         low=low if shown else None,
         high=high if shown else None,
-        interval=interval if shown else "",
+        interval=basis if shown else "",
         model_flops=facts.model_flops,
         unit=facts.unit,
         units=facts.units,
@@ -145,7 +145,8 @@ def cpu_peaks(rates: CpuRates) -> Peaks:
     )
 
 
-def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
+def interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
+    """Low and high seconds of a step on a CPU or a GPU, and what they rest on; None without a time."""
     if timeline is None:
         return None, None, ""
     if on.platform == "cpu":
