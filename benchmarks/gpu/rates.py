@@ -8,6 +8,7 @@ hash of what it measures.
 import argparse
 import csv
 import hashlib
+import math
 import statistics
 import tomllib
 from collections import defaultdict
@@ -68,13 +69,15 @@ def _matmul(row: dict[str, str]) -> tuple[str, float]:
     shape = [int(row[key]) for key in ("batch", "m", "n", "k")]
     dtypes = [row[key] for key in ("lhs", "rhs", "out")]
     on = chip(row["chip"])
-    price = gpu.matmul_seconds if row["state"] == "sustained" else gpu.matmul_alone_seconds
-    return f"{row['chip']} {row['lhs']} {row['state']}", price(on, *shape, *dtypes)
+    seconds = gpu.matmul_alone_seconds(on, *shape, *dtypes)
+    if row["state"] == "sustained":
+        seconds = max(seconds, 2 * math.prod(shape) / gpu.sustained_flops(on, *dtypes[:2]))
+    return f"{row['chip']} {row['lhs']} {row['state']}", seconds
 
 
 def _attention(row: dict[str, str]) -> tuple[str, float]:
     backward = row["backward"] == "1"
-    seconds = gpu.attention_seconds(
+    seconds = gpu.attention_alone_seconds(
         chip(row["chip"]),
         batch=int(row["batch"]),
         heads=int(row["heads"]),

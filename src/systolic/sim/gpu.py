@@ -1,7 +1,8 @@
 """Seconds of a GPU's kernels and collectives, from the catalogue and what others measured.
 
 Matmuls are cuBLASLt's, attention is cuDNN's, collectives are NCCL's. A kernel's own speed was fitted to kernels that ran alone
-for a moment (:func:`matmul_alone_seconds`); a step of seconds runs at the clock that the power limit leaves.
+for a moment; within a step they share power, memory and multiprocessors with collectives, which ``gpu.step_share`` of
+constants.toml counts with.
 The measurements, their sources and the errors on both halves are in ``benchmarks/gpu``.
 """
 
@@ -27,6 +28,7 @@ SPLIT_SECONDS: float = constant("gpu.split_seconds")
 LEAST_DEPTH = 128
 """Least contracted dim of a part."""
 MATMUL_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.matmul_share")
+STEP_SHARE: float = constant("gpu.step_share")
 SUSTAINED_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.sustained_share")
 MEMORY_SHARE: float = constant("gpu.memory_share")
 MEMORY_SECONDS: float = constant("gpu.memory_seconds")
@@ -66,13 +68,13 @@ class AttentionCall(TypedDict):
 def matmul_seconds(
     chip: Chip, batch: int, m: int, n: int, k: int, lhs: str, rhs: str, out: str
 ) -> float:
-    """Seconds of ``batch`` products ``[m, k] @ [k, n]`` of these HLO dtypes in a program that keeps the GPU at work.
+    """Seconds of ``batch`` products ``[m, k] @ [k, n]`` of these HLO dtypes in a step that keeps all GPUs at work.
 
-    No less than its FLOPs take at the clock that the power limit leaves. A convolution is the product of its window's
-    elements: ``m`` output positions, ``k`` window elements x channels.
+    No less than its FLOPs take at the clock that the power limit leaves, beside the collectives. A convolution is the product
+    of its window's elements: ``m`` output positions, ``k`` window elements x channels.
     """
-    under_load = 2.0 * batch * m * n * k / sustained_flops(chip, lhs, rhs)
-    return max(matmul_alone_seconds(chip, batch, m, n, k, lhs, rhs, out), under_load)
+    in_step = 2.0 * batch * m * n * k / (sustained_flops(chip, lhs, rhs) * STEP_SHARE)
+    return max(matmul_alone_seconds(chip, batch, m, n, k, lhs, rhs, out), in_step)
 
 
 def matmul_alone_seconds(
@@ -120,23 +122,28 @@ def _tiled(
 
 
 def attention_seconds(chip: Chip, **call: Unpack[AttentionCall]) -> float:
-    """Seconds of an attention kernel.
+    """Seconds of an attention kernel in a step that keeps all GPUs at work."""
+    return _attention(chip, call, STEP_SHARE)
 
-    FLOPs of the scores that the mask leaves, at the share of the peak that cuDNN's kernels reach with this head dim; a tile of
-    queries loses the time of some keys at its ends, and computes the whole tile that the diagonal crosses.
+
+def attention_alone_seconds(chip: Chip, **call: Unpack[AttentionCall]) -> float:
+    """Seconds of an attention kernel that runs alone for a moment."""
+    return _attention(chip, call, 1.0)
+
+
+def _attention(chip: Chip, call: AttentionCall, pace: float) -> float:
+    """FLOPs of the scores that the mask leaves, at ``pace`` of the share of the peak that cuDNN's kernels reach with this head dim.
+
+    A tile of queries loses the time of some keys at its ends, and computes the whole tile that the diagonal crosses.
     """
-    q_len, kv_len, dtype, backward = (
-        call["q_len"],
-        call["kv_len"],
-        call["dtype"],
-        call["backward"],
-    )
+    q_len, kv_len, dtype = call["q_len"], call["kv_len"], call["dtype"]
+    backward = call["backward"]
     seen = keys_seen(q_len, kv_len, call["causal"], call["window"])
     width = call["batch"] * call["head_dim"]
     products = BACKWARD_PRODUCTS if backward else 1.0
     flops = 4.0 * products * width * call["heads"] * q_len * seen
     edge = 1 + ATTENTION_EDGE[backward] / seen
-    share = _attention_share(chip, call["head_dim"], backward, dtype)
+    share = _attention_share(chip, call["head_dim"], backward, dtype) * pace
     elements = width * (q_len * call["heads"] + kv_len * call["kv_heads"])
     moved = 2.0 * elements * _bytes(dtype) * (2 if backward else 1)
     seconds = flops * edge / (peak_flops(chip, dtype, dtype) * share)
