@@ -51,9 +51,9 @@ USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the slice's own compiler, and the schedule is simulated. The hardware is not needed.
-On cpu the program is compiled too, and its time is a roofline at measured rates. A GPU that this
-machine does not have (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as
-assumed.
+On cpu the program is compiled too, and its time is a roofline at measured rates. A GPU (h100, 8xh100,
+16xh200 …) takes the extra gpu-forecast, XLA's GPU compiler; without it, it gets a roofline of the
+partitioned program, marked as assumed.
 MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
