@@ -56,7 +56,8 @@ def forecast(
             return found | {"problem": reason}
         case Compiled():
             made = of_outcome(outcome, name, on, 0.0)
-            assert made.step_seconds is not None
+            if made.step_seconds is None:
+                return found | {"problem": "does not fit"}
             return found | {
                 "forecast_seconds": made.step_seconds,
                 "mfu": made.mfu,

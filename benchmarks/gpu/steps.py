@@ -20,6 +20,7 @@ from ask import forecast
 
 from systolic.compiling import Compiler
 from systolic.compiling.gpu_compiler import compiler
+from systolic.sim import gpu_ops
 
 HERE = Path(__file__).parent
 GROWTH = "maxtext-a3-llama2-7b-"
@@ -32,7 +33,12 @@ def half_of(name: str) -> str:
 
 
 def run(row: dict[str, Any]) -> dict[str, Any]:
-    """The forecast of a row."""
+    """The forecast of a row.
+
+    The published runs mask by position only. The recipe hides other documents too, whose mask is a bias to cuDNN with a
+    gradient: its time and its memory are left out.
+    """
+    gpu_ops.has_bias_gradient = lambda _: False
     began = time.monotonic()
     made = forecast(row["options"], row["flags"].split(), row["on"], Compiler())
     seconds = made.get("forecast_seconds")
@@ -40,6 +46,7 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
         "half": half_of(row["id"]),
+        "set": row["set"],
         "by": "compiler" if compiler() else "roofline",
         "measured_seconds": row["measured_seconds"],
         "forecast_seconds": seconds,
@@ -51,44 +58,40 @@ def run(row: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Markdown: each row, then the errors of both halves and the growth."""
-    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    forecasts: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        found[row["id"]][row["by"]] = row
-    ways = [by for by in ("compiler", "roofline") if any(by in of for of in found.values())]
+        forecasts[row["id"]][row["by"]] = row
+    ways = [by for by in ("compiler", "roofline") if any(by in of for of in forecasts.values())]
     lines = [
-        f"| row | half | measured | {' | '.join(ways)} | memory |",
-        "|---|---|---|" + "---|" * (len(ways) + 1),
+        f"| row | set | half | measured | {' | '.join(ways)} | memory |",
+        "|---|---|---|---|" + "---|" * (len(ways) + 1),
     ]
-    for name, of in found.items():
+    for name, of in forecasts.items():
         first = next(iter(of.values()))
         cells = [_cell(of.get(by)) for by in ways]
         peak = of.get("compiler", first).get("peak_gib")
         memory = "–" if peak is None else f"{peak:.1f} GiB, fits"
         lines.append(
-            f"| {name} | {first['half']} | {first['measured_seconds']:.3f} s | {' | '.join(cells)} | {memory} |"
+            f"| {name} | {first['set']} | {first['half']} | {first['measured_seconds']:.3f} s | {' | '.join(cells)} | {memory} |"
         )
     lines.append("")
     for by in ways:
-        for half in ("fit", "judge"):
-            errors = [
-                of[by]["error"]
-                for of in found.values()
-                if by in of and of[by]["half"] == half and of[by]["error"] is not None
-            ]
-            if errors:
-                worst = max(errors, key=abs)
-                mean = statistics.mean(abs(error) for error in errors)
-                lines.append(
-                    f"- {by}, {half}: {len(errors)} rows, mean {mean:.1%}, worst {worst:+.1%}"
-                )
-        lines += _growth(found, by)
+        priced = [of[by] for of in forecasts.values() if by in of and of[by]["error"] is not None]
+        for batch, half in sorted({(row["set"], row["half"]) for row in priced}):
+            errors = [row["error"] for row in priced if (row["set"], row["half"]) == (batch, half)]
+            size = [abs(error) for error in errors]
+            lines.append(
+                f"- {by}, {batch} set, {half}: {len(errors)} rows, mean {statistics.mean(size):.1%}, median "
+                f"{statistics.median(size):.1%}, signed {statistics.mean(errors):+.1%}, worst {max(errors, key=abs):+.1%}"
+            )
+        lines += _growth(forecasts, by)
     return lines
 
 
-def _growth(found: dict[str, dict[str, dict[str, Any]]], by: str) -> list[str]:
+def _growth(forecasts: dict[str, dict[str, dict[str, Any]]], by: str) -> list[str]:
     series = {
         int(name.removeprefix(GROWTH)): of[by]
-        for name, of in found.items()
+        for name, of in forecasts.items()
         if name.startswith(GROWTH) and by in of and of[by]["error"] is not None
     }
     if len(series) < 2:

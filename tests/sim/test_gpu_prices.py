@@ -112,6 +112,15 @@ def test_a_machine_over_tcp_is_slower_than_its_bytes() -> None:
     assert seconds == [pytest.approx(47.5e-3, rel=0.05), pytest.approx(0.98e-3, rel=0.1)]
 
 
+def test_a_gather_over_machines_is_a_ring_through_all_cards() -> None:
+    """Two A3 High machines move 15/16 of 1 GiB at 66.2 GB/s in a ring; two A3 Ultra gather 8 GiB in 24.7 ms."""
+    both = Groups((tuple(range(16)),))
+    high = gpu.collective_seconds(slice("2xa3-high"), "all-gather", 2**30, both)
+    assert high == pytest.approx(2**30 * 15 / 16 / 66.2e9, rel=0.05)
+    ultra = gpu.collective_seconds(slice("2xa3-ultra"), "all-gather", 2**33, both)
+    assert ultra == pytest.approx(24.7e-3, rel=0.1)
+
+
 def test_a_chip_without_its_multiprocessors_says_so() -> None:
     with pytest.raises(NotFoundError, match="the catalogue has no num_sms of l4"):
         gpu.matmul_seconds(chip("l4"), 1, 256, 256, 256, "bf16", "bf16", "bf16")

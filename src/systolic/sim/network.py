@@ -28,6 +28,8 @@ DIE_SHARE: float = constant("network.die_share")
 
 _ROUNDS = {"all-reduce": 2}
 """A reduce-scatter and an all-gather."""
+_RINGS = ("all-gather", "reduce-scatter")
+"""Kinds that NCCL has no other algorithm for over several switches."""
 DIES = "die"
 """Lane of collectives between the devices of one chip."""
 
@@ -499,9 +501,11 @@ class Switched:
         size, domains, most, fewest = shape
         rounds = _ROUNDS.get(kind, 1)
         moved = rounds * whole * (size - 1) / size
-        # What comes from other domains: in a gather the GPUs of a domain share it, in an exchange
-        # each has its own.
+        # What crosses into a domain, by GPU of it. NCCL's ring of a gather or a scatter goes through every GPU, so nearly the
+        # whole array passes each domain's cards. An all-reduce is a tree of domains; in an exchange each GPU has its own.
         beyond = rounds * whole * (size - fewest) / size
+        if kind in _RINGS:
+            beyond = moved
         beyond /= 1 if kind in ("all-to-all", "ragged-all-to-all") else fewest
         seconds = 0.0
         if most > 1:
