@@ -32,7 +32,7 @@ WITHOUT_IMPORT = {
     "ty": "a command that CI runs",
 }
 
-HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
+HOW_JAX_FINDS_DEVICES = ("tpu", "cuda", "gpu-forecast")
 """Extras that only choose plugins of jax."""
 
 APART = {"tensorflow": "tensorflow", "tf2jax": "tf2jax"}
