@@ -142,17 +142,12 @@ def _compile(request: CompileRequest, folder: Path, dumped: Path) -> int:
 
     clock = _Clock()
     on = slice(request.slice)
-    if not gpu_compiler.compiles(on):
-        leave_cuda_out()
     say(stage="importing")
     settings.take(request.settings)
     devices = topology(on)
     built = host_backend.built_for(on, devices)
     if on.platform == "gpu" and built is not Built.host:
-        if request.save:
-            host_backend.refuse_to_save(on)
-        if host_backend.lowering_platform(on) == "cuda":
-            gpu_compiler.take_cudnn_as_there(on)
+        host_backend.take_as_there(on, request.save)
     clock.lap("import")
     say(stage="tracing")
     program = cloudpickle.loads(request.program).trace(on, devices)
@@ -299,6 +294,8 @@ def _memory(compiled: Any, used: int | None) -> CompiledMemory:
 
 def topology(on: Slice) -> Any:
     """JAX's description of the slice's devices; off TPU see :func:`systolic.compiling.host_backend.devices`."""
+    if not gpu_compiler.compiles(on):
+        leave_cuda_out()
     if on.platform != "tpu":
         return host_backend.devices(on)
     from jax.experimental import topologies

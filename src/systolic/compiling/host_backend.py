@@ -80,6 +80,14 @@ def refuse_to_save(on: Slice) -> NoReturn:
     )
 
 
+def take_as_there(on: Slice, save: bool) -> None:
+    """Prepares this process to trace for an absent GPU, of which there is nothing to save."""
+    if save:
+        refuse_to_save(on)
+    if lowering_platform(on) == "cuda":
+        gpu_compiler.take_cudnn_as_there(on)
+
+
 def built_for(on: Slice, targets: list[Any]) -> Built:
     """Kind of hardware that a program for these devices is compiled for."""
     if on.platform == "tpu":
@@ -98,7 +106,8 @@ def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
     facts = [*_cards(), environ.get("JAX_PLATFORMS", ""), environ.get("CUDA_VISIBLE_DEVICES", "")]
     if not gpu_compiler.compiles(on):
         return facts
-    return [*facts, gpu_compiler.compiler() or "", gpu_compiler.target_config(on.chip)]
+    compiler = gpu_compiler.compiler() or ""
+    return [*facts, compiler, gpu_compiler.target_config(on.chip), *gpu_compiler.FLAGS]
 
 
 def lowering_platform(on: Slice) -> str:

@@ -59,7 +59,7 @@ def forecast_host(
     if timeline is None:
         notes.append(why)
     fits = not have or memory.peak_bytes <= have
-    low, high, basis = interval(on, timeline)
+    low, high, basis = (None, None, "") if timeline is None else interval(on, timeline)
     shown = fits and timeline is not None
     simulated = shown and on.platform == "gpu" and built is not Built.stand_in
     return Forecast(
@@ -145,10 +145,8 @@ def cpu_peaks(rates: CpuRates) -> Peaks:
     )
 
 
-def interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
-    """Low and high seconds of a step on a CPU or a GPU, and what they rest on; None without a time."""
-    if timeline is None:
-        return None, None, ""
+def interval(on: Slice, timeline: Timeline) -> tuple[float, float | None, str]:
+    """Low and high seconds of a step on a CPU or a GPU, and what they rest on."""
     if on.platform == "cpu":
         down, up = 1 / CPU_FACTOR, CPU_FACTOR
         text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"

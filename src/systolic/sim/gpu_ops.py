@@ -16,7 +16,7 @@ from systolic.sim import gpu
 from systolic.sim.gpu import AttentionCall
 from systolic.sim.incomplete import FREE_TARGETS, MOVED_TARGETS, fused_calls
 from systolic.sim.network import CollectiveCost, switched
-from systolic.sim.price import FREE, Device, OpPrice
+from systolic.sim.price import FREE, DevicePrices, OpPrice
 from systolic.sim.rates import number_format, peaks_of
 from systolic.sim.roofline import IrregularRates, Peaks, gpu_peaks, irregular, note, without_tiles
 from systolic.sim.timeline import PricedBy, Resource
@@ -106,14 +106,14 @@ def has_bias_gradient(call: Instruction) -> bool:
     return sum(shape.dtype not in _WORKSPACE for shape in call.shape.arrays()) > 3
 
 
-def gpu_device(on: Slice, ids: Sequence[int]) -> Device:
+def gpu_device(on: Slice, ids: Sequence[int]) -> DevicePrices:
     """A device of a GPU slice; ``ids`` has the number of each device of the mesh, host after host.
 
     Raises:
         NotFoundError: the catalogue lacks its peak or its bandwidth.
     """
     device = _Gpu(on, gpu_peaks(on), ids)
-    return Device(
+    return DevicePrices(
         peaks=peaks_of(on.chip),
         hbm=device.hbm,
         host=device.host,

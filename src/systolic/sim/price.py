@@ -78,7 +78,7 @@ class OpPrice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class DevicePrices:
     """A device of a slice, by what its ops, its copies and its collectives cost. Rates in bytes/s, one way."""
 
     peaks: Mapping[str, float]

@@ -49,7 +49,7 @@ from systolic.sim.incomplete import (
     measured,
 )
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
-from systolic.sim.price import SMALL_SECONDS, Device, price
+from systolic.sim.price import SMALL_SECONDS, DevicePrices, price
 from systolic.sim.rates import rates_of
 from systolic.sim.timeline import (
     ASSUMED_SPREAD,
@@ -73,7 +73,7 @@ SPARSE = "sparse"
 """The lane of what is offloaded to SparseCores."""
 
 
-def memory_seconds(timeline: Timeline, device: Device) -> float:
+def memory_seconds(timeline: Timeline, device: DevicePrices) -> float:
     """Seconds of device memory in a step: of each span its bytes at the rate of copies, and no more than the span takes.
 
     Transfers into the chip's vector memory run beside ops that read device memory too.
@@ -153,12 +153,12 @@ def simulate(
 
 def _device(
     on: Slice, places: Sequence[Place], flags: Sequence[str], correction: PriceCorrection | None
-) -> Device:
+) -> DevicePrices:
     if on.platform == "gpu":
         return gpu_device(on, [place[0] for place in places])
     rates = rates_of(on, flags=flags)
     network = Network(on, rates, places)
-    return Device(
+    return DevicePrices(
         peaks=rates.peaks,
         hbm=rates.hbm,
         host=rates.host if correction is None else correction.host(rates.host),
@@ -283,7 +283,7 @@ class _Ran:
 @dataclass
 class _Simulation:
     module: Module
-    device: Device
+    device: DevicePrices
     correction: PriceCorrection | None
     num_devices: int
     num_slices: int
