@@ -44,7 +44,7 @@ _SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "
 _CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
     {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
-    | {"rng-bit-generator", "custom-call"}
+    | {"fft", "rng-bit-generator", "custom-call"}
 )
 _STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
 _MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")

@@ -22,6 +22,7 @@ from systolic.sim.asynchronous import (
     collective_in,
     edge_seconds,
     kind_of,
+    on_one_sparse_core,
     role_of,
     slowest_slice,
     started,
@@ -604,6 +605,8 @@ class _Order:
             result = result.parts[1] if len(result.parts) > 1 else result
         groups = groups_of(inner, self.on.num_devices)
         cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
+        if kind == "all-gather" and on_one_sparse_core(inner):
+            cost = self.on.network.on_sparse_core(cost)
         if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
             self.on.one_way.add(instruction.name)
         seconds, correction = cost.seconds, self.on.correction
