@@ -328,6 +328,7 @@ class Chip:
     measured_ici_bytes_per_second_per_link: float | None = None
     measured_all_gather_fixed_seconds: float | None = None
     measured_dcn_bytes_per_second_per_chip: float | None = None
+    measured_sparse_core_gather_bytes_per_second: float | None = None
     measured_hbm_to_host_bytes_per_second: float | None = None
     measured_hbm_to_host_fixed_seconds: float | None = None
     usd_per_chip_hour: Prices = field(default_factory=Prices)

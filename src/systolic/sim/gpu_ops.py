@@ -121,6 +121,7 @@ def gpu_device(on: Slice, ids: Sequence[int]) -> DevicePrices:
         turn_seconds=0.0,
         price=device.price,
         collective=device.collective,
+        on_sparse_core=lambda cost: cost,
         between=lambda _: device.host,  # no GPU program has transfers between slices
     )
 

@@ -190,6 +190,11 @@ class Network:
             slices=len({place[4] for place in places}),
         )
 
+    def on_sparse_core(self, cost: CollectiveCost) -> CollectiveCost:
+        """An all-gather that one SparseCore runs: no faster than that core, where its generation was measured."""
+        rate = self.rates.chip.measured_sparse_core_gather_bytes_per_second
+        return cost if rate is None else replace(cost, seconds=max(cost.seconds, cost.bytes / rate))
+
     def collective(
         self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
     ) -> CollectiveCost:

@@ -45,7 +45,7 @@ _SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "
 _CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
     {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
-    | {"rng-bit-generator", "custom-call"}
+    | {"fft", "rng-bit-generator", "custom-call"}
 )
 _STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
 _MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
@@ -94,6 +94,8 @@ class DevicePrices:
     """Price of an op, as :func:`price` has it; the last argument says whether it is offloaded to a SparseCore."""
     collective: Callable[[str, Groups, float, float], CollectiveCost]
     """Cost of a collective, as :meth:`systolic.sim.network.Network.collective` has it."""
+    on_sparse_core: Callable[[CollectiveCost], CollectiveCost]
+    """Cost of a collective that one SparseCore runs."""
     between: Callable[[Instruction], float]
     """Rate of each device that takes part in a ``send`` or ``recv`` between slices."""
 

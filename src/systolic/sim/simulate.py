@@ -22,6 +22,7 @@ from systolic.sim.asynchronous import (
     collective_in,
     edge_seconds,
     kind_of,
+    on_one_sparse_core,
     role_of,
     slowest_slice,
     started,
@@ -166,6 +167,7 @@ def _device(
         turn_seconds=TURN_SECONDS,
         price=lambda module, held, op, sparse: price(module, held, op, rates, sparse),
         collective=network.collective,
+        on_sparse_core=network.on_sparse_core,
         between=network.between,
     )
 
@@ -208,6 +210,7 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
             *_rule_notes(timeline),
             *_assumed_note(timeline),
             *_one_way(timeline, run.one_way),
+            *_host_note(step, seconds, rates),
             *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
@@ -258,6 +261,18 @@ def _one_way(timeline: Timeline, names: set[str]) -> list[str]:
         return []
     return [
         f"{waited / timeline.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry or less (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+    ]
+
+
+def _host_note(step: "_Ran", seconds: float, rates: Rates) -> list[str]:
+    """Note on copies of the host that count at more than twice the rate that chips copied at by themselves; none where they are few."""
+    measured = rates.chip.measured_hbm_to_host_bytes_per_second or rates.host
+    busiest = max((step.used.get(f"host {way}", 0.0) for way in ("in", "out")), default=0.0)
+    longer = busiest * (rates.host / measured - 1)
+    if rates.host <= 2 * measured or longer <= MUCH * seconds:
+        return []
+    return [
+        f"copies to and from the host count at {rates.host / 1e9:g} GB/s, as published steps hide them; by themselves chips copied at {measured / 1e9:g}, at which each way of these takes {duration(longer)} longer, hidden or not"
     ]
 
 
@@ -631,6 +646,8 @@ class _Order:
             result = result.parts[1] if len(result.parts) > 1 else result
         groups = groups_of(inner, self.on.num_devices)
         cost = self.on.device.collective(kind, groups, float(result.bytes), float(operands))
+        if kind == "all-gather" and on_one_sparse_core(inner):
+            cost = self.on.device.on_sparse_core(cost)
         if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
             self.on.one_way.add(instruction.name)
         seconds, correction = cost.seconds, self.on.correction
