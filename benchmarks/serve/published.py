@@ -196,7 +196,8 @@ def host_of(row: Row) -> tuple[float | None, bool]:
 def first_token(row: Row, made: ServingForecast, point: ServingPoint) -> float:
     """Mean seconds to the first token, by how the record was driven.
 
-    All prompts at once, or as many as there are places and each next one when another ends.
+    All prompts at once, or as many as there are places and each next one when another ends. SGLang reads prompts before it
+    goes on with answers, and texts of one length end together: in its rows as many begin at once again.
     """
     decode = {one.rows / point.replicas: one.seconds for one in made.steps if one.tokens == 1}
     prompts = [one for one in made.steps if one.tokens > 1]
@@ -205,7 +206,7 @@ def first_token(row: Row, made: ServingForecast, point: ServingPoint) -> float:
     load = made.load
     chunk = max(least.seconds, whole.seconds * min(load.chunk / whole.tokens, 1.0))
     times = StepTimes(decode=decode, chunk=chunk, host=load.host_seconds or 0.0)
-    if "output_len=1" in str(row.get("notes", "")):
+    if "output_len=1" in str(row.get("notes", "")) or "sgl_jax" in str(row.get("client", "")):
         return load.chunks * chunk * (point.state.requests + 1) / 2
     count = int(row.get("num_prompts") or 0)
     if not isinstance(row["concurrency"], int):
