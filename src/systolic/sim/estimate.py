@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module, Shape
-from systolic.hlo.shape import HBM, VMEM
+from systolic.hlo.shape import HBM, VMEM, bits_of
 from systolic.sim.calibration import constant, fitted
 from systolic.sim.incomplete import PALLAS
 from systolic.sim.rates import LANES, REGISTER, SUBLANES, Rates, cores, matrix_width, vector_rate
@@ -180,8 +180,25 @@ def seconds_by_cycles(cycles: float, parts: Parts, slow: Slowdown) -> float:
 
 
 def matrix_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of the matrix units at their peak, with what their width leaves idle."""
-    return work.matrix(matrix_width(rates.chip)) / rates.peak(work.dtype)
+    """Seconds of the matrix units at their peak, with what their width leaves idle, or of loading what they hold.
+
+    A token of a few texts meets each matrix with fewer rows than it takes cycles to load.
+    """
+    return max(
+        work.matrix(matrix_width(rates.chip)) / rates.peak(work.dtype), _loading(work, rates)
+    )
+
+
+def _loading(work: Work, rates: Rates) -> float:
+    """Seconds of loading the units' operands, where ops of the generation were measured by their windows and the catalogue has the cycles."""
+    chip = rates.chip
+    cycles = dict(chip.mxu_cycles_per_instruction)
+    kind = f"lmr_{'i' if work.dtype[0] in 'su' else 'bf'}{min(bits_of(work.dtype), 16)}"
+    if slowdown_of(chip.name).windows is None or kind not in cycles:
+        return 0.0
+    units = (chip.num_mxu_per_core or 1) * cores(rates)
+    registers = work.held / (REGISTER * WORD_BITS / 8)
+    return registers * cycles[kind] / (units * rates.clock_hz)
 
 
 def parts_of(
