@@ -17,12 +17,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
-from records import lines, tabled
+from records import lines, newest, tabled
 
 from systolic.core.units import Origin
 
 HERE = Path(__file__).parent
-REBUILT = HERE.parent / "results" / "2026-11-22-accuracy-quick.jsonl"
+REBUILT = newest("accuracy-quick")
 CAUSES = HERE / "causes.json"
 """Why a row is off, by the beginning of its name."""
 LARGE = 0.15
