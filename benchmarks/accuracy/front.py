@@ -145,6 +145,16 @@ def memory() -> str:
     return f"Of programs that ran, {' and '.join(parts)} are forecast to fit."
 
 
+def stale() -> str:
+    """Rows whose forecasts have earlier prices, since their programs weren't kept; empty without any."""
+    parts = [
+        f"{len(names)} of {len(rows_of(kind))} {name} ({', '.join(names)})"
+        for kind, name in (("own", "own programs"), ("rebuilt", "rebuilt ones"))
+        if (names := [row["id"] for row in rows_of(kind) if row.get("stale")])
+    ]
+    return f"At prices before 28 November: {' and '.join(parts)}." if parts else ""
+
+
 @cache
 def blind() -> Mapping[str, Any]:
     """Date, number and errors of the blind rows, by generation and of all."""
@@ -324,7 +334,7 @@ def main() -> int:
     if args.again:
         price_again(args.store, args.kept)
     if not (args.again or args.write or args.check):
-        print("\n\n".join((table(), kinds(), memory())))
+        print("\n\n".join(filter(None, (table(), kinds(), memory(), stale()))))
         return 0
     differ = [(name, text) for name, before, text in pages() if text != before]
     for name, text in differ:

@@ -93,9 +93,9 @@ def table(found: Sequence[Row]) -> str:
 
 
 def _stack(row: Row) -> str:
-    return (
-        "" if row["trainer"] == "maxtext" else f" ({row['trainer']}, jax {row['versions']['jax']})"
-    )
+    notes = [] if row["trainer"] == "maxtext" else [row["trainer"], f"jax {row['versions']['jax']}"]
+    notes += ["earlier prices"] if row.get("stale") else []
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _percent(error: float | None) -> str:

@@ -106,14 +106,23 @@ def published() -> tuple[PublishedRow, ...]:
 def _own(front: Any, report: Any, causes: Mapping[str, str]) -> dict[str, Forecast]:
     return {
         row["id"]: Forecast(
-            row.get("forecast_seconds"), row["error"], row["half"], report._cause(row["id"], causes)
+            row.get("forecast_seconds"),
+            row["error"],
+            row["half"],
+            _stale(row, report._cause(row["id"], causes)),
         )
         for row in front.intervals.own_rows()
     }
 
 
+def _stale(row: Mapping[str, Any], known: str) -> str:
+    """What is known of a row, and whether its prices are not today's."""
+    return "; ".join(filter(None, (known, "at earlier prices" if row.get("stale") else "")))
+
+
 def _known(report: Any, row: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    cause, departures = report._cause(row["id"], reasons), "; ".join(row.get("departures") or ())
+    cause = _stale(row, report._cause(row["id"], reasons))
+    departures = "; ".join(row.get("departures") or ())
     return "; ".join(filter(None, (cause, departures and f"differs: {departures}")))
 
 
@@ -125,7 +134,7 @@ def front_table() -> str:
 def kinds_table() -> str:
     """What ``front.py`` prints of every kind of program."""
     front = modules()[0]
-    return f"{front.kinds()}\n\n{front.memory()}"
+    return "\n\n".join(filter(None, (front.kinds(), front.memory(), front.stale())))
 
 
 def ranges_table() -> str:
