@@ -19,6 +19,14 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 """What code that reads a value of another form raises."""
 
 
+RESULTS = Path(__file__).parent / "results"
+
+
+def newest(name: str) -> Path:
+    """The latest dated lines of a benchmark among the results: ``2026-11-28-reach.jsonl`` of ``reach``."""
+    return max(RESULTS.glob(f"????-??-??-{name}.jsonl"))
+
+
 class Kind(enum.Enum):
     """What a field holds, in words; null is an absent field."""
 
@@ -147,6 +155,14 @@ def tabled(
         refuse(
             f"{path} has lines that no run of this benchmark wrote ({type(error).__name__}: {error}); name another file"
         )
+
+
+def left_stale(priced: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """What to say after rows were priced anew: how many, and which had no program in ``folder``."""
+    stale = [row["id"] for row in priced if row.get("stale")]
+    if not stale:
+        return f"all {len(priced)} rows have today's prices"
+    return f"{len(stale)} of {len(priced)} rows keep their earlier prices (stale), as {folder} lacks their program; compile them again: {' '.join(stale)}"
 
 
 def none_chosen(path: Path, parts: Sequence[str], half: str | None) -> str:

@@ -11,10 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from records import lines
 
 from systolic import recipes
-from systolic.chips import slice
-from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Rejected
+from systolic.chips import Slice, slice
+from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, Rejected
 from systolic.compiling import compile as compile_program
 from systolic.core.errors import SystolicError
+from systolic.core.files import Store
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Computation, Instruction, Module, parse
 from systolic.sim.timeline import PricedBy, Resource, Timeline
@@ -47,18 +48,22 @@ def forecast(
             dropped.append(unknown)
     except SystolicError as error:
         return {"problem": str(error)}
-    found: dict[str, Any] = {"dropped": dropped} if dropped else {}
+    return ({"dropped": dropped} if dropped else {}) | figures(outcome, name, on)
+
+
+def figures(outcome: Outcome, name: str, on: Slice) -> dict[str, Any]:
+    """``forecast_seconds`` of a compiler's answer at today's prices and where they go, or ``problem``."""
     match outcome:
         case Rejected():
             need, have = outcome.need_bytes / 2**30, outcome.have_bytes / 2**30
-            return found | {"problem": f"does not fit: {need:.2f} of {have:.2f} GiB"}
+            return {"problem": f"does not fit: {need:.2f} of {have:.2f} GiB"}
         case Failed(reason=reason):
-            return found | {"problem": reason}
+            return {"problem": reason}
         case Compiled():
             made = of_outcome(outcome, name, on, 0.0)
             if made.step_seconds is None:
-                return found | {"problem": "does not fit"}
-            return found | {
+                return {"problem": "does not fit"}
+            return {
                 "forecast_seconds": made.step_seconds,
                 "mfu": made.mfu,
                 "hfu": made.hfu,
@@ -72,6 +77,14 @@ def forecast(
                 "program": outcome.digest,
                 "cached": outcome.cached,
             }
+
+
+def priced_again(digest: str | None, on_slice: str, root: Path) -> dict[str, Any] | None:
+    """:func:`figures` of a program that an earlier run compiled into the store of ``root``; None where it isn't there."""
+    folder = Store("programs", root).get(digest) if digest else None
+    if digest is None or folder is None:
+        return None
+    return figures(Compiled(folder=folder, digest=digest, cached=True), "lm", slice(on_slice))
 
 
 TILES = 8

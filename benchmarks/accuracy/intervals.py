@@ -1,16 +1,18 @@
-"""Makes ``forecasting/errors.toml``, the intervals of forecasts, from stored results, and judges them on the other half.
+"""Makes ``forecasting/errors.toml``, the ranges of forecasts, from the newest stored results, and judges each family of rows by the others.
 
-``python benchmarks/accuracy/intervals.py`` prints how many rows of each half the intervals of the other half hold;
-``--write`` writes the table. Rows of ``--steps`` are those that ``run.py`` wrote, of ``--operations`` those of
-``benchmarks/operations/run.py``.
+``python benchmarks/accuracy/intervals.py`` prints how many rows lie in a range that was made without their family;
+``--write`` writes the table and the dated page of these counts. Rows are of four kinds of program: ``own``, a trainer's, captured
+(``benchmarks/reach``); ``rebuilt``, the published settings as a recipe (``run.py``); ``function``, operations and small
+programs (``benchmarks/operations``); ``decode``, a token of a static batch (``benchmarks/serve``).
 """
 
 import argparse
 import json
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,30 @@ from typing import Any
 import rows as published
 from ask import lines
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "reach"))
+import report
+from records import RESULTS, newest
+
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published.json"
-RESULTS = HERE.parent / "results"
-STEPS = RESULTS / "2026-11-22-accuracy-quick.jsonl"
-OPERATIONS = RESULTS / "2026-11-22-operations.jsonl"
 TABLE = HERE.parents[1] / "src" / "systolic" / "forecasting" / "errors.toml"
-SHARE = 0.8
-"""Of results that an interval is to hold."""
+PAGE = RESULTS / "2026-11-28-intervals.md"
+SHARE = {"own": 0.8, "rebuilt": 0.8, "function": 0.84, "decode": 0.8}
+"""Of results that a range is made to hold, by kind: the least from 80 % up at which it holds 80 % of the rows of each
+generation that it was made without, where there are ten or more that nothing was fitted to."""
 FEW = 9
-"""Families from which on both ends of an interval of 80 % are results: one of ten lies beyond each. A
-generation with fewer takes the interval of all."""
+"""Families from which on both ends of a range of 80 % are results: one of ten lies beyond each. A generation with
+fewer takes the range of all, and its own results widen that."""
 LEAST = 0.03
-"""Of an interval, each way: results on one side of the truth do not promise the next one there."""
-OTHER = ("grouped_matmul",)
-"""Kinds of operations that are left out: the programs that were measured are not those of today's compiler."""
-HALVES = {"step": ("fit", "judge"), "operation": ("judge",)}
-"""Halves that the table is made of: operations of which no price was fitted, and all steps. A few constants do rest
-on steps (README.md names them), so that errors of those families are smaller than those of a new one."""
+"""Of a range, each way: results on one side of the truth do not promise the next one there."""
+OTHER = ("grouped_matmul", "traced ")
+"""Beginnings of kinds of operations that are left out: the programs that were measured are not those of today's compiler,
+or one line of a program."""
+KEPT_IN = ("grouped_matmul kernel",)
+"""Kinds that begin so and are kept."""
 UNJUDGED = ("v5e",)
 """Generations whose few operations were timed by the host's clock."""
+KINDS = ("own", "rebuilt", "function", "decode")
 
 Row = Mapping[str, Any]
 
@@ -52,7 +58,15 @@ class Interval:
     families: int
 
     def holds(self, row: Row) -> bool:
-        return self.low <= row["error"] <= self.high
+        return self.low - 1e-9 <= row["error"] <= self.high + 1e-9
+
+    def widened(self, other: "Interval") -> "Interval":
+        """The same results, with ends that are no narrower than another's."""
+        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+
+
+Ranges = Mapping[str, Interval]
+"""By generation, and of ``all``."""
 
 
 @cache
@@ -61,50 +75,101 @@ def _models() -> dict[str, str]:
 
 
 def family(row: Row) -> str:
-    """What shares its error: one trainer's runs of one model on one generation; a kind of operation."""
-    if row["group"] == "operation":
-        return f"{row['generation']} {row['kind']}"
-    return published.family(row["id"], row["generation"], _models().get(row["id"], row["id"]))
+    """What shares its error: one trainer's runs of one model on one generation; a kind of operation; an engine's batch."""
+    match row["group"]:
+        case "function":
+            return f"{row['generation']} {row['kind']}"
+        case "decode":
+            return f"{row['name']} {row['case'].partition(',')[0]}"
+        case _:
+            model = _models().get(row["id"], row["id"])
+            return published.family(row["id"], row["generation"], model)
 
 
-def half(row: Row) -> str:
-    """Of the rows, so that no family of steps lies in both; operations keep the halves that prices were fitted by."""
-    if row["group"] == "operation":
-        return row["half"]
-    return published.half(family(row))
+def own_rows() -> list[Row]:
+    """Trainers' own programs; of a row with two versions of its trainer, that of the row's day."""
+    rows = report.joined(lines(newest("reach")), ())
+    older = {row["id"] for row in rows if row["trainer"] != "maxtext" and row["error"] is not None}
+    return [row for row in rows if row["trainer"] != "maxtext" or row["id"] not in older]
 
 
-def read(steps: Path, operations: Path) -> list[Row]:
-    """Rows with a forecast; ``group`` is ``step`` or ``operation``."""
-    for path in (steps, operations):
-        if not path.is_file():
-            raise SystemExit(f"{path} is no file; give lines that run.py wrote with --out")
-    found = [row | {"group": "step"} for row in lines(steps)]
-    found += [
-        row | {"group": "operation"}
-        for row in lines(operations)
-        if row["kind"] not in OTHER and row["generation"] not in UNJUDGED
+def rebuilt_rows() -> list[Row]:
+    """Published settings as recipes; those that constants rest on count as ``fit``."""
+    rows = lines(newest("accuracy-quick"))
+    return [row | {"half": report.half(row["id"], row["half"])} for row in rows]
+
+
+def function_rows(*halves: str) -> list[Row]:
+    """Operations, each by its latest result; by default those that prices were not fitted to."""
+    files = sorted(
+        path for path in RESULTS.glob("*.jsonl") if path.stem[11:].startswith("operations")
+    )
+    latest = {(row["id"], row["mode"]): row for path in files for row in lines(path)}
+    return [
+        row for row in latest.values() if row["half"] in (halves or ("judge",)) and _counts(row)
     ]
-    found = [row for row in found if row.get("error") is not None]
+
+
+def _counts(row: Row) -> bool:
+    kept = row["kind"] in KEPT_IN or not row["kind"].startswith(OTHER)
+    return kept and row["generation"] not in UNJUDGED
+
+
+def decode_rows() -> list[Row]:
+    """Tokens of static batches; servers' rows hold their hosts' work, too."""
+    rows = lines(newest("serve-published"))
+    return [
+        row | {"generation": row["name"].split()[-1].partition("-")[0].replace("v7x", "tpu7x")}
+        for row in rows
+        if row["kind"] == "measured_engine"
+    ]
+
+
+def read(**files: Sequence[Row]) -> list[Row]:
+    """Rows with a forecast, by default the stored ones; ``group`` is their kind."""
+    stored = {
+        "own": own_rows,
+        "rebuilt": rebuilt_rows,
+        "function": function_rows,
+        "decode": decode_rows,
+    }
+    found = [
+        {"mode": "quick", **row, "group": kind}
+        for kind in KINDS
+        for row in (files[kind] if kind in files else stored[kind]())
+        if row.get("error") is not None
+    ]
     for row in found:
         if not row["error"] > -1 or row["error"] == math.inf:
             raise SystemExit(
                 f"{row['id']} has an error of {row['error']}; it is finite and above -1"
             )
-    return [row | {"half": half(row)} for row in found]
+    return found
 
 
-def interval(rows: Sequence[Row]) -> Interval | None:
-    """The interval of ``SHARE`` by rank of the errors, each family counting once; None for too few families.
+def interval(rows: Sequence[Row]) -> Interval:
+    """The range of its kind's share by rank of the errors: the wider of each family counting once and each row.
 
     Of n results that are exchangeable with a new one, the new one lies beyond the k-th from an end with probability
-    k / (n + 1) (conformal prediction; Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005).
+    k / (n + 1) (conformal prediction; Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005). With fewer
+    than nine, ranges reach from end to end.
     """
     sizes = Counter(family(row) for row in rows)
-    if len(sizes) < FEW:
-        return None
-    weighed = sorted((math.log1p(row["error"]), 1 / sizes[family(row)]) for row in rows)
-    beyond = math.floor((1 - SHARE) / 2 * (len(sizes) + 1) + 1e-9)
+    by_family = sorted((math.log1p(row["error"]), 1 / sizes[family(row)]) for row in rows)
+    by_row = [(error, 1.0) for error, _ in by_family]
+    share = SHARE[rows[0]["group"]]
+    ends = [_ends(by_family, len(sizes), share), _ends(by_row, len(rows), share)]
+    return Interval(
+        low=min(*(low for low, _ in ends), -LEAST),
+        high=max(*(high for _, high in ends), LEAST),
+        rows=len(rows),
+        families=len(sizes),
+    )
+
+
+def _ends(weighed: Sequence[tuple[float, float]], number: int, share: float) -> tuple[float, float]:
+    """Errors of the ``number`` results that the ranks of both ends fall on."""
+    beyond = max(math.floor((1 - share) / 2 * (number + 1) + 1e-9), 1)
 
     def end(ordered: Iterable[tuple[float, float]]) -> float:
         total = 0.0
@@ -112,50 +177,65 @@ def interval(rows: Sequence[Row]) -> Interval | None:
             total += weight
             if total >= beyond - 1e-9:
                 return math.expm1(error)
-        raise AssertionError("ranks end within the families")
+        raise AssertionError("ranks end within the results")
 
-    return Interval(
-        low=min(end(weighed), -LEAST),
-        high=max(end(reversed(weighed)), LEAST),
-        rows=len(rows),
-        families=len(sizes),
-    )
+    return end(weighed), end(reversed(weighed))
 
 
 def intervals(rows: Sequence[Row]) -> dict[str, Interval]:
-    """By generation, with ``all`` of them together; a generation with few families has none of its own."""
-    found = {"all": interval(rows)}
+    """By generation, with ``all`` of them together; a generation with few families has none but where it widens that."""
+    whole = interval(rows)
+    found = {"all": whole}
     for name in dict.fromkeys(row["generation"] for row in rows):
-        found[name] = interval([row for row in rows if row["generation"] == name])
-    return {name: made for name, made in found.items() if made is not None}
-
-
-def groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows by kind of program and mode."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["group"], row["mode"]), []).append(row)
+        mine = interval([row for row in rows if row["generation"] == name])
+        if mine.families >= FEW:
+            found[name] = mine
+        elif (wide := mine.widened(whole)) != replace(mine, low=whole.low, high=whole.high):
+            found[name] = wide
     return found
 
 
-def held(made: Mapping[str, Interval], rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Rows that lie in the intervals, and rows, by generation and of ``all``."""
-    found: dict[str, tuple[int, int]] = {}
+def ranges(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Interval]]:
+    """By kind of program and mode; a rebuilt program's are at least as wide as an own program's on the chip."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        inside = made.get(row["generation"], made["all"]).holds(row)
-        for name in (row["generation"], "all"):
-            within, total = found.get(name, (0, 0))
-            found[name] = within + inside, total + 1
-    return found
+        groups.setdefault((row["group"], row["mode"]), []).append(row)
+    made = {key: intervals(mine) for key, mine in groups.items()}
+    own = made.get(("own", "quick"), {})
+    for (kind, _), found in made.items():
+        if kind == "rebuilt":
+            for name in {**found, **own}:
+                here = found.get(name) or _of(groups["rebuilt", "quick"], name, found["all"])
+                found[name] = here.widened(own.get(name, own.get("all", here)))
+    return made
 
 
-def checks(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, tuple[int, int]]]:
-    """By kind, mode and the half judged: how many of its rows the intervals of the other half hold."""
-    found = {}
-    for (group, mode), mine in groups(rows).items():
-        for half, other in (("judge", "fit"), ("fit", "judge")):
-            made = intervals([row for row in mine if row["half"] == other])
-            found[group, mode, half] = held(made, [row for row in mine if row["half"] == half])
+def _of(rows: Sequence[Row], generation: str, whole: Interval) -> Interval:
+    """The range of all generations, of the rows of one."""
+    mine = [row for row in rows if row["generation"] == generation]
+    return replace(whole, rows=len(mine), families=len({family(row) for row in mine}))
+
+
+Share = tuple[int, int]
+"""Rows that lie in a range, and rows."""
+
+
+def checks(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, tuple[Share, Share]]]:
+    """By kind and mode, then generation: of rows that nothing was fitted to and of all, how many lie in the ranges of all other families."""
+    found: dict[tuple[str, str], dict[str, tuple[Share, Share]]] = {}
+    names = [family(row) for row in rows]
+    for left_out in dict.fromkeys(names):
+        others = [row for row, name in zip(rows, names, strict=True) if name != left_out]
+        made = ranges(others)
+        for row in (row for row, name in zip(rows, names, strict=True) if name == left_out):
+            by_generation = made[row["group"], row["mode"]]
+            inside = by_generation.get(row["generation"], by_generation["all"]).holds(row)
+            counts = found.setdefault((row["group"], row["mode"]), {})
+            for name in (row["generation"], "all"):
+                judged, every = counts.get(name, ((0, 0), (0, 0)))
+                if row["half"] == "judge":
+                    judged = judged[0] + inside, judged[1] + 1
+                counts[name] = judged, (every[0] + inside, every[1] + 1)
     return found
 
 
@@ -163,51 +243,59 @@ def table(rows: Sequence[Row]) -> str:
     """The text of ``errors.toml``."""
     text = [
         "# Errors (forecast - measured) / measured between which 80 % of results lie, by kind of program, mode and",
-        "# generation. Written by benchmarks/accuracy/intervals.py --write; what it holds of the other half is in",
-        "# benchmarks/results/2026-11-22-intervals.md.",
+        "# generation. Written by benchmarks/accuracy/intervals.py --write; what they hold of families that they were",
+        f"# made without is in benchmarks/results/{PAGE.name}.",
         "",
     ]
-    for (group, mode), mine in groups(rows).items():
-        used = [row for row in mine if row["half"] in HALVES[group]]
-        for name, made in intervals(used).items():
-            here = [row for row in used if name in ("all", row["generation"])]
-            inside = sum(made.holds(row) for row in here)
-            text += [f"[{group}.{mode}.{name}]", f"rows = {made.rows}", f"held = {inside}"]
-            text += [f"low = {made.low:.3f}", f"high = {made.high:.3f}", ""]
+    for (group, mode), made in ranges(rows).items():
+        mine = [row for row in rows if (row["group"], row["mode"]) == (group, mode)]
+        for name, of in made.items():
+            here = [row for row in mine if name in ("all", row["generation"])]
+            text += [f"[{group}.{mode}.{name}]", f"rows = {len(here)}"]
+            text += [f"held = {sum(of.holds(row) for row in here)}", f"families = {of.families}"]
+            text += [f"low = {of.low:.3f}", f"high = {of.high:.3f}", ""]
     return "\n".join(text).rstrip() + "\n"
 
 
-def coverage(rows: Sequence[Row]) -> str:
+def coverage(rows: Sequence[Row]) -> Iterator[str]:
     """Markdown of :func:`checks`."""
-    text = [
-        "| kind | mode | half judged by the other | generation | held | rows | share |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (group, mode, half), found in checks(rows).items():
-        for name, (within, total) in sorted(found.items()):
-            text.append(
-                f"| {group} | {mode} | {half} | {name} | {within} | {total} | {within / total:.0%} |"
+    yield "| kind | mode | generation | rows that nothing was fitted to: held | share | all rows: held | share |"
+    yield "|---|---|---|---|---|---|---|"
+    for (group, mode), found in checks(rows).items():
+        for name, shares in sorted(found.items()):
+            cells = (
+                f"{within} of {total} | {within / total:.0%}" if total else "- | -"
+                for within, total in shares
             )
-    return "\n".join(text)
+            yield f"| {group} | {mode} | {name} | {' | '.join(cells)} |"
+
+
+INTRODUCTION = """# Ranges of forecasts, 2026-11-28
+
+`python benchmarks/accuracy/intervals.py --write` makes `src/systolic/forecasting/errors.toml` and this page from the newest results: trainers' own programs
+(`own`), published settings as recipes (`rebuilt`), operations that no price was fitted to (`function`), tokens of static batches (`decode`). Claimed: 80 %.
+
+- Ends are by rank of the errors (conformal), each family counting once: one trainer's runs of one model on one generation, a kind of operation, an engine's
+  batch. A generation with fewer than nine families takes the range of all, and its own results widen it.
+- Each row is judged by ranges that were made without its family, of any kind. A few constants rest on steps (docs/accuracy.md); their rows, and those that were looked
+  into, are in `all rows` alone.
+- A rebuilt program's range is no narrower than an own program's: a recipe is not the trainer's program.
+- There are only schedules of steps; full compiles take the same ranges, since they agree within 3 % (`2026-11-22-operations.md`).
+- Decode has six families, all on v5e: from end to end they promise 5 of 7.
+
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=Path, default=STEPS, help="lines of accuracy/run.py")
-    parser.add_argument("--operations", type=Path, default=OPERATIONS, help="of operations/run.py")
-    parser.add_argument("--write", action="store_true", help="writes forecasting/errors.toml")
+    parser.add_argument("--write", action="store_true", help="writes errors.toml and the page")
     asked = parser.parse_args()
-    rows = read(asked.steps, asked.operations)
-    for group, given in {"step": asked.steps, "operation": asked.operations}.items():
-        for part in ("fit", "judge"):
-            mine = {family(r) for r in rows if r["group"] == group and r["half"] == part}
-            if len(mine) < FEW:
-                raise SystemExit(
-                    f"{given} has {len(mine)} families of {group}s in the {part} half; {FEW} are needed"
-                )
-    print(coverage(rows))
+    rows = read()
+    text = "\n".join(coverage(rows))
+    print(text)
     if asked.write:
         TABLE.write_text(table(rows))
+        PAGE.write_text(f"{INTRODUCTION}{text}\n")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("query", "key", "value"),
     "qkv": ("query", "key", "value"),
     "context": ("attention",),
-    "attention outputs": ("attention",),
+    "attention outputs": (),
     "attention context + lse": ("attention",),
     "attention context": ("attention",),
     "out_proj": ("out",),

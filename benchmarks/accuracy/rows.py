@@ -458,8 +458,10 @@ def _remat(policy: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     text = str(policy.get("policy") or "")
     kept = _ours(policy.get("device") or (), departures)
     moved = _ours(policy.get("offload_to_host") or (), departures)
-    if "lse" in str(policy.get("device")):
-        departures.append("the kernel's normalisers are computed again here")
+    if "attention outputs" in (policy.get("offload_to_host") or ()):
+        # Without the sums of its softmax, which their later runs save as "lse", the kernel runs again.
+        departures.append("attention's results go to the host there, and its kernel runs again")
+        return {"remat": "full"}
     if moved:
         return {"remat": "offload", "remat_names": moved, "saved_names": kept}
     if kept and kept != ["layer_input"]:

@@ -2,7 +2,9 @@
 
 ``python benchmarks/accuracy/run.py --published FILE --out ROWS`` appends a line for each record of
 FILE: ``id, measured_seconds, forecast_seconds, error`` and more; run again, it goes on. ``--quick``
-stops at schedules, ``--fresh`` uses an empty store, ``--list`` says what can be expressed.
+stops at schedules, ``--fresh`` uses an empty store, ``--list`` says what can be expressed. ``--again ROWS`` prices the
+programs of an earlier run anew, a second or two a row, without a compile: they lie in ``--store FOLDER``, by default
+the user's cache.
 """
 
 import argparse
@@ -11,17 +13,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import rows as published
-from ask import append, forecast, settled
-from records import check_out, count, lines, none_chosen, refuse, tabled
+from ask import append, forecast, priced_again, settled
+from records import check_out, count, left_stale, lines, none_chosen, refuse, tabled
 
 from systolic.compiling import Compiler
-from systolic.core.files import cache_home
+from systolic.core.files import cache_home, write_atomically
 
 LARGE = 0.15
 """Error above which a row is listed by itself."""
@@ -34,12 +36,9 @@ def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
     departures = list(row.departures)
     if dropped := made.pop("dropped", None):
         departures.append(f"flags unknown to this libtpu: {' '.join(dropped)}")
-    seconds = made.pop("forecast_seconds", None)
-    return {
+    record = {
         "id": row.id,
         "measured_seconds": row.published_seconds,
-        "forecast_seconds": seconds,
-        "error": None if seconds is None else seconds / row.published_seconds - 1,
         "half": published.half(row.family),
         "generation": row.generation,
         "kind": row.kind,
@@ -47,9 +46,28 @@ def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
         "mode": mode,
         "flags": list(row.flags),
         "departures": departures,
-        **made,
-        "seconds": round(time.perf_counter() - start, 2),
     }
+    return priced(record, made) | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def priced(record: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the figures of its program, and the error of its forecast."""
+    seconds, measured = made.get("forecast_seconds"), record["measured_seconds"]
+    error = None if seconds is None else seconds / measured - 1
+    return {**record, **made, "forecast_seconds": seconds, "error": error}
+
+
+def again(earlier: Sequence[Mapping[str, Any]], root: Path) -> Iterator[dict[str, Any]]:
+    """Rows at today's prices, of the programs in a store; ``stale`` has those whose program isn't there."""
+    for record in earlier:
+        same = {name: value for name, value in record.items() if name != "stale"}
+        made = priced_again(record.get("program"), record.get("slice") or "", root)
+        if made is not None:
+            yield priced(same, made | {"cached": record["cached"]})
+        elif record.get("error") is not None:
+            yield same | {"stale": True}
+        else:
+            yield same
 
 
 def skipped(row: published.Skipped, mode: str) -> dict[str, Any]:
@@ -127,6 +145,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="with an empty store")
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
     parser.add_argument("--list", action="store_true", help="what can be expressed, no compile")
+    parser.add_argument("--again", type=Path, help="an earlier run's lines, priced anew into --out")
+    parser.add_argument("--store", type=Path, default=cache_home(), help="of compiled programs")
     parser.add_argument("--table", type=Path, help="print the table of an earlier run's lines")
     return parser.parse_args()
 
@@ -135,6 +155,13 @@ def main() -> None:
     asked = parsed()
     if asked.table:
         print(tabled(asked.table, lines(asked.table, "id", "measured_seconds", "half"), table))
+        return
+    if asked.again:
+        if asked.out is None:
+            refuse("--again writes rows at today's prices; add --out FILE, which may be the same")
+        made = list(again(lines(asked.again, "id", "mode"), asked.store))
+        write_atomically(asked.out, "".join(json.dumps(record) + "\n" for record in made))
+        print(left_stale(made, asked.store), file=sys.stderr)
         return
     chosen = [
         row
@@ -160,7 +187,7 @@ def main() -> None:
     check_out(asked.out)
     done = settled(asked.out, mode)
     with tempfile.TemporaryDirectory() as empty:
-        compiler = Compiler(root=Path(empty) if asked.fresh else cache_home())
+        compiler = Compiler(root=Path(empty) if asked.fresh else asked.store)
         if asked.quick:
             compiler = compiler.quick()
 

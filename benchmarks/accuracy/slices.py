@@ -17,6 +17,7 @@ from typing import Any
 from systolic.sim.asynchronous import SHARE_PER_DOUBLING
 
 HERE = Path(__file__).parent
+PUBLISHED = HERE / "published.json"
 FITTED = ("MaxText 16B (global_parameter_scale=16)", "MaxText 22B (scale=3)")
 """Models of the half that the constant is fitted on; all others judge."""
 
@@ -46,11 +47,23 @@ def fitted(points: Sequence[Point]) -> float:
     return sum(x * y for x, (_, y) in zip(xs, points, strict=True)) / sum(x * x for x in xs)
 
 
+def errors(points: Sequence[Point]) -> tuple[float, float]:
+    """Mean errors of the growth, with the allowance and without."""
+    left = [abs(y - SHARE_PER_DOUBLING * math.log2(n)) for n, y in points]
+    return sum(left) / len(left), sum(abs(y) for _, y in points) / len(points)
+
+
+def judged(path: Path) -> tuple[float, float]:
+    """:func:`errors` of the half that the allowance was not fitted on."""
+    found = series(json.loads(path.read_text()))
+    return errors([p for (model, _), mine in found.items() if model not in FITTED for p in mine])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--published", type=Path, default=HERE / "published.json")
+    parser.add_argument("--published", type=Path, default=PUBLISHED)
     found = series(json.loads(parser.parse_args().published.read_text()))
     halves: dict[bool, list[Point]] = {True: [], False: []}
     print("| model | chips of a slice | half | slices: growth, allowance |\n|---|---|---|---|")
@@ -61,11 +74,10 @@ def main() -> None:
         print(f"| {model} | {chips} | {'fitted' if fit else 'judge'} | {'; '.join(texts)} |")
     for fit, points in halves.items():
         if points:
-            left = [abs(y - SHARE_PER_DOUBLING * math.log2(n)) for n, y in points]
-            before = sum(abs(y) for _, y in points) / len(points)
+            after, before = errors(points)
             print(
                 f"{'fitted' if fit else 'judge'}: {fitted(points):.2%} per doubling would fit best; mean error "
-                f"{sum(left) / len(left):.1%} with {SHARE_PER_DOUBLING:.1%}, {before:.1%} with none"
+                f"{after:.1%} with {SHARE_PER_DOUBLING:.1%}, {before:.1%} with none"
             )
 
 

@@ -16,20 +16,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "ablations"))
+import ask
 import pairs as ablations
 import rows as published
 from ask import forecast, tiled
-from records import lines, tabled
+from records import lines, newest, tabled
 
-from systolic.chips import slice
-from systolic.compiling import Compiled, Compiler
+from systolic.compiling import Compiler
 from systolic.core.files import cache_home
-from systolic.forecasting.run import of_outcome
 from systolic.job import Axis, Remat
 from systolic.planning.plan import PAIRED_ERROR
 
 ROOT = Path(__file__).parent.parent
-OWN = ROOT / "results" / "2026-11-27-reach.jsonl"
+OWN = newest("reach")
 """Forecasts of trainers' own programs."""
 LOOKED_INTO = ("v5p maxtext llama3-8b",)
 """Families of the judge half that were looked into, as in ``benchmarks/reach``: they count as ``fit``."""
@@ -177,13 +176,8 @@ def answers(group: Sequence[Setting], compiler: Compiler) -> list[dict[str, Any]
 
 def priced_again(row: Row) -> Row:
     """A row at today's prices, of the program that the cache has; itself where that has none."""
-    digest = row.get("digest") or "none"
-    folder = cache_home() / "programs" / digest[:2] / digest
-    if not folder.is_dir():
-        return row
-    outcome = Compiled(folder=folder, digest=digest, cached=True)
-    seconds = of_outcome(outcome, "lm", slice(row["slice"]), 0.0).step_seconds
-    return {**row, "forecast_seconds": seconds}
+    made = ask.priced_again(row.get("digest"), row["slice"], cache_home()) or {}
+    return {**row, **{name: made[name] for name in ("forecast_seconds",) if name in made}}
 
 
 def own_programs(path: Path, records: Path) -> list[dict[str, Any]]:

@@ -17,12 +17,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
-from records import lines, tabled
+from records import lines, newest, tabled
 
 from systolic.core.units import Origin
 
 HERE = Path(__file__).parent
-REBUILT = HERE.parent / "results" / "2026-11-22-accuracy-quick.jsonl"
+REBUILT = newest("accuracy-quick")
 CAUSES = HERE / "causes.json"
 """Why a row is off, by the beginning of its name."""
 LARGE = 0.15
@@ -93,9 +93,9 @@ def table(found: Sequence[Row]) -> str:
 
 
 def _stack(row: Row) -> str:
-    return (
-        "" if row["trainer"] == "maxtext" else f" ({row['trainer']}, jax {row['versions']['jax']})"
-    )
+    notes = [] if row["trainer"] == "maxtext" else [row["trainer"], f"jax {row['versions']['jax']}"]
+    notes += ["earlier prices"] if row.get("stale") else []
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _percent(error: float | None) -> str:

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from records import check_out, lines, none_chosen, refuse
+from records import check_out, left_stale, lines, none_chosen, refuse
 
 from systolic.capture import Captured
 from systolic.capture.program import read_answer
 from systolic.chips import slice
+from systolic.core.files import write_atomically
 from systolic.forecasting.captured import forecast_captured
 
 HERE = Path(__file__).parent
@@ -112,10 +113,12 @@ def answer(
 
 
 def priced_again(row: Mapping[str, Any], kept: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a row whose compiled text an earlier run kept, at today's prices."""
+    """The line of a row whose compiled text an earlier run kept, at today's prices; ``stale`` where none was kept."""
     folder = kept / name_of(row)
-    if not (folder / "answer.json").exists():
+    if not before.get("forecast_seconds"):
         return dict(before)
+    if not (folder / "answer.json").exists():
+        return {**before, "stale": True}
     captured = Captured(command=row["program"], folder=folder, answer=read_answer(folder))
     made = forecast_captured(captured, slice(row["on"])).to_json()
     same = ("id", "trainer", "on", "dropped", "seconds")
@@ -202,7 +205,8 @@ def main() -> int:
 def _again(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
     before = {key(one): one for one in lines(args.before, "id", "on")}
     made = [priced_again(row, args.again, before[key(row)]) for row in rows if key(row) in before]
-    args.out.write_text("".join(json.dumps(one) + "\n" for one in made))
+    write_atomically(args.out, "".join(json.dumps(one) + "\n" for one in made))
+    print(left_stale(made, args.again), file=sys.stderr)
     return 0
 
 

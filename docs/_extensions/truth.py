@@ -3,6 +3,8 @@
 A page marks the place of each with a comment, such as ``<!-- truth: rows -->``, so that the page reads in a checkout too:
 
 - ``front``: what ``python benchmarks/accuracy/front.py`` prints.
+- ``kinds``: errors by kind of program, chip and half, and how many programs that ran are forecast to fit.
+- ``ranges``: how many rows lie in ranges that were made without their family.
 - ``large``: every forecast that is off by more than 15 %, with its cause.
 - ``rows``: every published row, with both forecasts, their errors and what is known.
 - ``plot``: forecast over measured step, by generation.
@@ -14,7 +16,6 @@ Pictures ``images/*.svg`` are put into the page itself, so that they take the co
 
 import html
 import itertools
-import json
 import re
 import statistics
 import sys
@@ -26,8 +27,6 @@ from typing import Any, NamedTuple
 from systolic.report.pages import PlotAxis, Scale
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-BLIND = BENCHMARKS / "accuracy" / "blind.json"
-"""Errors of the rows whose errors were computed only after their forecasts."""
 REASONS = BENCHMARKS / "accuracy" / "causes.json"
 """Why a rebuilt row is off by more than 15 %, by the beginning of its name."""
 MARK = re.compile(r"<!-- truth: (\w+) -->")
@@ -105,21 +104,25 @@ def published() -> tuple[PublishedRow, ...]:
 
 
 def _own(front: Any, report: Any, causes: Mapping[str, str]) -> dict[str, Forecast]:
-    joined = report.joined(front.lines(front.OWN, "id", "on", "seconds"), ())
-    older = {
-        row["id"] for row in joined if row["trainer"] != "maxtext" and row["error"] is not None
-    }
     return {
         row["id"]: Forecast(
-            row.get("forecast_seconds"), row["error"], row["half"], report._cause(row["id"], causes)
+            row.get("forecast_seconds"),
+            row["error"],
+            row["half"],
+            _stale(row, report._cause(row["id"], causes)),
         )
-        for row in joined
-        if row["trainer"] != "maxtext" or row["id"] not in older
+        for row in front.intervals.own_rows()
     }
+
+
+def _stale(row: Mapping[str, Any], known: str) -> str:
+    """What is known of a row, and whether its prices are not today's."""
+    return "; ".join(filter(None, (known, "at earlier prices" if row.get("stale") else "")))
 
 
 def _known(report: Any, row: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
-    cause, departures = report._cause(row["id"], reasons), "; ".join(row.get("departures") or ())
+    cause = _stale(row, report._cause(row["id"], reasons))
+    departures = "; ".join(row.get("departures") or ())
     return "; ".join(filter(None, (cause, departures and f"differs: {departures}")))
 
 
@@ -128,10 +131,21 @@ def front_table() -> str:
     return modules()[0].table()
 
 
-@cache
+def kinds_table() -> str:
+    """What ``front.py`` prints of every kind of program."""
+    front = modules()[0]
+    return "\n\n".join(filter(None, (front.kinds(), front.memory(), front.stale())))
+
+
+def ranges_table() -> str:
+    """What ``intervals.py`` prints."""
+    intervals = modules()[0].intervals
+    return "\n".join(intervals.coverage(intervals.read()))
+
+
 def blind() -> Mapping[str, Any]:
     """Date, number and errors of the blind rows, by generation and of all."""
-    return json.loads(BLIND.read_text())
+    return modules()[0].blind()
 
 
 def blind_table() -> str:
@@ -299,6 +313,8 @@ def _y(ratio: float, height: float) -> float:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "front": front_table,
+    "kinds": kinds_table,
+    "ranges": ranges_table,
     "large": large_table,
     "rows": rows_table,
     "plot": lambda: _raw(plot()),
@@ -315,7 +331,8 @@ def fill(app: Any, name: str, source: list[str]) -> None:
     """Puts the parts and the pictures into a page."""
     if name not in PAGES:
         return
-    for path in (modules()[0].OWN, modules()[0].REBUILT, modules()[1].CAUSES, REASONS, BLIND):
+    front, report, _ = modules()
+    for path in (front.OWN, front.REBUILT, front.BLIND, report.CAUSES, REASONS):
         app.env.note_dependency(str(path), docname=name)
     source[0] = MARK.sub(lambda match: PARTS[match[1]](), source[0])
 

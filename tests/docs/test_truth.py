@@ -171,14 +171,11 @@ def test_rows_agree_with_front(extension):
 def test_no_constant_rests_on_a_judge_row(extension):
     """Families that a source of the simulator's fitted constants names are no rows of the judge half."""
     front, report, _ = extension.modules()
-    sys.path.append(str(front.RESULTS.parent / "accuracy"))
-    from slices import FITTED
-
     judged = [row for row in extension.published() if row.rebuilt.half == "judge"]
     records = {
         one["id"]: one for one in report.json.loads(extension.modules()[2].PUBLISHED.read_text())
     }
-    assert not [row.id for row in judged if records[row.id]["model"] in FITTED]
+    assert not [row.id for row in judged if records[row.id]["model"] in front.slices.FITTED]
     assert not [row.id for row in judged if "qwen3-8b-v6e8" in row.id]
     assert not [row.id for row in judged if row.id.startswith(report.LOOKED_INTO)]
     page = " ".join((DOCS / "accuracy.md").read_text().split())
@@ -186,28 +183,66 @@ def test_no_constant_rests_on_a_judge_row(extension):
     assert f"Their {len(rested)} rows count as `fit`" in page
 
 
-def test_numbers_in_words(extension):
-    """Counts and errors that the page states in its sentences are those of the results."""
-    text = " ".join((DOCS / "accuracy.md").read_text().split())
+def test_figures_of_the_pages_are_those_of_the_results(extension):
+    """README and the pages have what ``python benchmarks/accuracy/front.py --write`` writes."""
+    front, *_ = extension.modules()
+    assert [name for name, before, text in front.pages() if text != before] == []
+    assert front.table() in (ROOT / "README.md").read_text()
+
+
+def test_figures_by_another_way(extension):
+    """Counts of the page on accuracy, from the rows that its tables show."""
     rows = extension.published()
     own = [row.own for row in rows if row.own]
-    rebuilt = [row.rebuilt for row in rows]
-    forecast = [one for one in rebuilt if one.error is not None]
-    assert f"holds {len(rows)} published results" in text
-    assert f"| {sum(one.error is not None for one in own)} of {len(own)} tried |" in text
-    assert f"| {len(forecast)} of {len(rows)};" in text
-    unfit = sum(one.known.startswith("does not fit") for one in rebuilt)
-    large = [
-        sum(e.error is not None and abs(e.error) > 0.15 for e in one) for one in (own, rebuilt)
-    ]
-    assert (
-        f"{sum(large)} forecasts are off by more than 15 %, {large[0]} of own programs and {large[1]} of rebuilt ones"
-        in text
+    made = [row.rebuilt for row in rows]
+    large = [sum(e.error is not None and abs(e.error) > 0.15 for e in one) for one in (own, made)]
+    front, *_ = extension.modules()
+    figures = front.figures()
+    unfit = sum(one.known.startswith("does not fit") for one in made)
+    expected = {
+        "published": len(rows),
+        "own_forecast": sum(one.error is not None for one in own),
+        "own_tried": len(own),
+        "rebuilt_forecast": sum(one.error is not None for one in made),
+        "not_expressed": sum(one.error is None for one in made) - unfit,
+        "unfit": unfit,
+        "large": sum(large),
+        "large_own": large[0],
+        "large_rebuilt": large[1],
+    }
+    assert {name: figures[name] for name in expected} == {k: str(v) for k, v in expected.items()}
+
+
+def test_a_figure_is_put_where_its_sentence_is(extension):
+    front, *_ = extension.modules()
+    page = "Rows: 80. Of them 12.5 % in the\nmean, 3 at worst; and 12.5 % in the middle."
+    sentence = "Of them {mean} % in the mean, {worst} at worst;"
+    values = {"mean": "7.0", "worst": "10"}
+    text = front.filled(page, sentence, values)
+    assert text == "Rows: 80. Of them 7.0 % in the\nmean, 10 at worst; and 12.5 % in the middle."
+    assert front.filled(text, sentence, values) == text
+    for damaged in (page.replace("Of them", "Of those"), page + page):
+        with pytest.raises(ValueError, match="times, not once: Of them"):
+            front.filled(damaged, sentence, values)
+
+
+def test_kinds_and_halves_by_hand(extension, monkeypatch):
+    front, *_ = extension.modules()
+    rows = {
+        "own": [("v4", "judge", 0.1), ("v4", "judge", -0.3), ("v6e", "fit", 0.05)],
+        "rebuilt": [("v2", "fit", -0.5)],
+        "function": [],
+        "decode": [("v5e", "judge", 0.2)],
+    }
+    keys = ("generation", "half", "error")
+    monkeypatch.setattr(
+        front, "rows_of", lambda kind: [dict(zip(keys, r, strict=True)) for r in rows[kind]]
     )
-    assert (
-        f"{len(rows) - len(forecast) - unfit} cannot be expressed as a recipe, {unfit} is forecast not to fit"
-        in text
-    )
+    lines = front.kinds().splitlines()
+    assert "| own program | v4 | 2 | 20.0% | 20.0% | 30.0% | - | - | - | - |" in lines
+    assert "| own program | all | 2 | 20.0% | 20.0% | 30.0% | 1 | 5.0% | 5.0% | 5.0% |" in lines
+    assert "| rebuilt | v2 | - | - | - | - | 1 | 50.0% | 50.0% | 50.0% |" in lines
+    assert "| decode step | v5e | 1 | 20.0% | 20.0% | 20.0% | - | - | - | - |" in lines
 
 
 def test_plot_has_a_mark_for_each_forecast(extension):
@@ -269,13 +304,6 @@ def test_each_constant_says_what_it_is_and_where_it_is_from():
     assert counted in (DOCS / "limits.md").read_text()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
-def test_pages_state_the_stored_errors_of_the_blind_rows(extension, page):
-    text, unseen = " ".join((ROOT / page).read_text().split()), extension.blind()
-    for error in (unseen["mean"], unseen["median"]):
-        assert f"{error * 100:.1f} %" in text
-
-
 def test_the_page_on_hardware_has_the_blind_rows_beside_the_others(extension):
     text = (DOCS / "start" / "choose-hardware.md").read_text()
     assert "<!-- truth: expected -->" in text
@@ -285,23 +313,11 @@ def test_the_page_on_hardware_has_the_blind_rows_beside_the_others(extension):
         re.M,
     )
     *_, whole, worst = extension.expected_table().splitlines()
-    assert whole == "| all | 11.7 % of 9 | 12.1 % of 22 | 14.8 % of 80 |"
-    assert worst.startswith("| the worst row | 38.4 % | 29.9 % |")
-
-
-def test_pages_say_how_often_the_ranges_held():
-    """Sums of the rows of the dated result, whose halves are judged by each other."""
-    result = (ROOT / "benchmarks" / "results" / "2026-11-22-intervals.md").read_text()
-    rows = re.findall(r"^\| step \| quick \| \w+ \| (all|tpu7x) \| (\d+) \| (\d+) \|", result, re.M)
-    held = {
-        name: [sum(int(row[at]) for row in rows if row[0] == name) for at in (1, 2)]
-        for name in ("all", "tpu7x")
-    }
-    assert held == {"all": [78, 96], "tpu7x": [3, 6]}
-    for page in ("accuracy", "limits", "start/choose-hardware"):
-        text = " ".join((DOCS / f"{page}.md").read_text().split())
-        assert "held 81 % of the" in text, page
-        assert "3 of 6 on TPU7x" in text, page
+    front, *_ = extension.modules()
+    figures = front.figures()
+    assert whole.startswith(f"| all | {figures['own_mean']} % of {figures['own_judged']} |")
+    assert whole.endswith("| 14.8 % of 80 |")
+    assert worst.startswith(f"| the worst row | {figures['own_worst']} % |")
 
 
 def test_pages_state_the_error_of_served_models():

@@ -11,6 +11,7 @@ import pytest
 
 from systolic import recipes
 from systolic.chips import slice
+from systolic.compiling import Compiler
 from systolic.core.units import Origin
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from tests.recorded import hlo
@@ -35,6 +36,7 @@ sys.path.insert(0, ACCURACY)  # the benchmarks' modules import each other by nam
 sys.path.insert(0, str(BENCHMARKS / "ablations"))
 import ask  # noqa: E402
 import pairs  # noqa: E402
+import records  # noqa: E402
 import rows  # noqa: E402
 import xla_flags  # noqa: E402
 
@@ -317,6 +319,35 @@ def test_a_pick_and_its_regret_by_hand() -> None:
     assert chips.complexity(flagged | {"layout": one}) < chips.complexity(fast)
     plain = _setting("b", 1.05, near) | {"layout": one}
     assert chips.verdict([fast, plain, _setting("c", 1.2, 1.3)]).simplest == pytest.approx(0.05)
+
+
+def test_rows_are_priced_anew_without_a_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(root=tmp_path).quick()
+    made = ask.forecast({}, (), "v5e-1", compiler, "digits")
+    seconds = made["forecast_seconds"]
+    row = {"id": "a", "slice": "v5e-1", "mode": "quick", "measured_seconds": seconds / 1.25}
+    row |= {"program": made["program"], "cached": False, "stale": True}
+    earlier = [
+        row | {"forecast_seconds": 9.0, "error": 0.5},
+        {**row, "id": "b", "program": "0" * 32, "forecast_seconds": 9.0, "error": 0.5},
+        {"id": "c", "mode": "quick", "error": None, "reason": "no recipe"},
+    ]
+    monkeypatch.setattr(ask, "compile_program", None)
+    fresh, lost, none = accuracy.again(earlier, tmp_path)
+    assert fresh["forecast_seconds"] == pytest.approx(seconds)
+    assert fresh["error"] == pytest.approx(0.25)
+    assert "stale" not in fresh
+    assert not fresh["cached"]
+    assert (lost["forecast_seconds"], lost["stale"]) == (9.0, True)
+    assert none == earlier[2]
+    setting = {"digest": made["program"], "slice": "v5e-1", "forecast_seconds": 9.0}
+    monkeypatch.setattr(chips, "cache_home", lambda: tmp_path)
+    assert chips.priced_again(setting)["forecast_seconds"] == pytest.approx(seconds)
+    assert chips.priced_again(setting | {"digest": None})["forecast_seconds"] == 9.0
+    assert records.left_stale([fresh], tmp_path) == "all 1 rows have today's prices"
+    assert records.left_stale([fresh, lost], tmp_path).startswith("1 of 2 rows keep their earlier")
 
 
 def test_paired_errors_by_hand() -> None:

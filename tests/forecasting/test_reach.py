@@ -69,3 +69,23 @@ def test_a_run_needs_the_trainer_s_python(tmp_path: Path) -> None:
     (told,) = called("reach", ["--out", str(tmp_path / "rows.jsonl")])
     assert told["code"] == 2
     assert told["err"].startswith("no Python for maxtext")
+
+
+def test_rows_whose_program_was_not_kept_are_named(tmp_path: Path) -> None:
+    name, lost = "tpurecipes-v6e-llama3.1-8b-v6e-8", "maxtext-docs-v5p-8-deepseek2-16b"
+    before, out = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
+    rows = [
+        {"id": name, "trainer": "maxtext", "on": "v6e-8", "forecast_seconds": 4.0, "seconds": 1.0},
+        {"id": lost, "trainer": "maxtext", "on": "v5p-8", "problem": "KeyError: 'x'"},
+    ]
+    before.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (told,) = called(
+        "reach", ["--again", str(tmp_path), "--before", str(before), "--out", str(out)]
+    )
+    assert told["code"] == 0
+    assert told["err"].startswith("1 of 2 rows keep their earlier prices (stale)")
+    assert told["err"].rstrip().endswith(name)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        rows[0] | {"stale": True},
+        rows[1],
+    ]

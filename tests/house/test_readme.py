@@ -85,8 +85,12 @@ def test_it_is_short() -> None:
 
 def test_its_accuracy_is_what_the_command_prints() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "accuracy" / "front.py")]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    table, _, rest = printed.partition("\n\n")
     assert table in README
+    for kind in ("own program", "rebuilt", "operation", "decode step"):
+        assert f"| {kind} | all |" in rest
+    assert "are forecast to fit." in rest
 
 
 @pytest.mark.slow

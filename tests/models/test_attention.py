@@ -13,6 +13,10 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
+from systolic import recipes
+from systolic.chips import slice
+from systolic.compiling import Compiler
+from systolic.forecasting import forecast_job
 from systolic.job import AttentionBackward, ContextOrder, Layout
 from systolic.models.attention import (
     BalancedOrder,
@@ -108,6 +112,24 @@ def test_both_backward_kernels_give_the_gradients_of_plain_attention(
     assert ("dq_no_residuals" in traced or "splash_mha_dq" in traced) == (
         backward is AttentionBackward.split
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "runs"), [(("attention",), 2), (("query",), 4)], ids=["saved", "recomputed"]
+)
+def test_a_kernel_whose_result_is_saved_runs_once(
+    names: tuple[str, ...], runs: int, tmp_path: Path
+) -> None:
+    """Of two layers, in the schedule of the TPU's compiler."""
+    model = {"layers": 2, "d_model": 256, "heads": 2, "kv_heads": 2, "head_dim": 128}
+    layout = {"remat": "save-names", "remat_names": list(names)}
+    options = {"model": model | {"d_ff": 256, "vocab": 384}, "layout": layout}
+    recipe = recipes.find("lm")
+    job = recipe(recipes.typed(recipe, options | {"sequence": 1024, "batch": 2}))
+    made = forecast_job(job, slice("v5e-1"), compiler=Compiler(root=tmp_path).quick())
+    assert made.timeline is not None
+    spans = [(span.name, times) for span, times in made.timeline.leaves()]
+    assert sum(times for name, times in spans if name.startswith("splash_mha_fwd")) == runs
 
 
 def test_the_fused_backward_kernel_is_the_default_for_few_blocks_of_keys() -> None:

@@ -33,7 +33,7 @@ class ProgramFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = ""
     verb: str = "train"
-    """A :class:`StepKind`, ``step`` of a server that reads and writes at once, or ``function``."""
+    """A :class:`StepKind`, ``step`` of a server that reads and writes at once, ``function`` or ``captured``."""
     model_flops: int | float | None = None
     unit: str = "calls"
     """``tokens``, ``examples`` or ``calls``."""

@@ -223,7 +223,7 @@ def forecast_parts(
         module=main.module,
         timeline=moves.with_moves(_bounded(captured, parts, plan), copies),
         memory=largest.memory,
-        facts=ProgramFacts(notes=_notes(captured, parts, on)),
+        facts=ProgramFacts(verb="captured", notes=_notes(captured, parts, on)),
         name=_name(parts),
         on=on,
         compiler=ForecastCompile(

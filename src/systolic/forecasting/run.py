@@ -69,10 +69,33 @@ class ScheduleDetail(enum.Enum):
 
 
 class ResultKind(enum.Enum):
-    """Measured results that a forecast's errors were found on."""
+    """Measured results that a forecast's errors were found on, by kind of program."""
 
-    operation = "operation"
-    step = "step"
+    own = "own"
+    rebuilt = "rebuilt"
+    function = "function"
+    decode = "decode"
+
+    @classmethod
+    def of(cls, facts: ProgramFacts) -> "ResultKind":
+        """The kind whose results are nearest to a program."""
+        match facts.verb:
+            case "captured":
+                return cls.own
+            case "decode":
+                return cls.decode
+            case "function":
+                return cls.function
+            case _:
+                return cls.function if facts.unit == "calls" else cls.rebuilt
+
+
+MEASURED = {
+    ResultKind.own: "published steps of captured trainers",
+    ResultKind.rebuilt: "published steps",
+    ResultKind.function: "measured operations",
+    ResultKind.decode: "measured decode steps",
+}
 
 
 def detail_of(module: Module) -> ScheduleDetail:
@@ -87,21 +110,26 @@ def interval_of(
     """Low and high seconds, and the results that they rest on.
 
     An error of the table is (forecast - measured) / measured, so a measured time lies between
-    forecast / (1 + high) and forecast / (1 + low). Functions (``unit`` ``calls``) take the errors of single operations,
-    jobs those of train steps; a generation with few results takes those of all. Made to hold 80 %, where each family
-    of results counts once; the text says how many of them lie inside, and where a program is of another kind or mode.
+    forecast / (1 + high) and forecast / (1 + low). A generation with few results takes those of all, widened by its
+    own. Made to hold 80 %; the text says how many of them lie inside, why a rebuilt program's range is the wider one,
+    and where a program is of another kind or mode.
     """
-    kind = ResultKind.operation if facts.unit == "calls" else ResultKind.step
+    kind = ResultKind.of(facts)
     schedules = _table()[kind.value]
     by_generation = schedules.get(schedule.value) or schedules[ScheduleDetail.quick.value]
     row = by_generation.get(generation)
     where = generation if row is not None else f"all generations, too few on {generation}"
     row = row if row is not None else by_generation[ALL]
-    what = "operations" if kind is ResultKind.operation else "train steps"
-    text = f"{row['held']} of {row['rows']} measured {what} on {where}"
+    text = f"{row['held']} of {row['rows']} {MEASURED[kind]} on {where}"
+    if kind is ResultKind.rebuilt:
+        text += ", whose trainers' programs differ from a recipe's"
+        own = _table()[ResultKind.own.value][ScheduleDetail.quick.value]
+        own = own.get(generation) or own[ALL]
+        if (row["low"], row["high"]) != (own["low"], own["high"]):
+            text += f": wider than a captured program's ({own['low']:+.0%} to {own['high']:+.0%})"
     if schedule.value not in schedules:
         text += ", forecast from schedules"
-    if kind is ResultKind.step and facts.verb != "train":
+    if kind is ResultKind.rebuilt and facts.verb != "train":
         text += f"; no {facts.verb} step among them"
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
 

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name as name
 
 from systolic.job import ContextOrder, Target
 
@@ -119,6 +120,8 @@ def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
 
 
 EVERYTHING, AS_THEY_ARE = Masking(), Logits()
+ATTENDED = "attention"
+"""Name of attention's result for policies of rematerialisation."""
 
 
 class Kernel(enum.Enum):
@@ -162,7 +165,7 @@ def attention(
     masking: Masking = EVERYTHING,
     logits: Logits = AS_THEY_ARE,
 ) -> jax.Array:
-    """Multi-head attention with grouped keys and values.
+    """Multi-head attention with grouped keys and values; what its gradient needs of its result has the name ``attention``.
 
     Args:
         target: Where the program will run.
@@ -188,7 +191,8 @@ def attention(
     if kernel is Kernel.splash:
         from systolic.models.splash import splash_attention
 
-        return splash_attention(target, query, key, value, masking, logits)
+        attended = splash_attention(target, query, key, value, masking, logits)
+        return attended if masking.causal else name(attended, ATTENDED)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
     mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
     attend = partial(
@@ -202,7 +206,8 @@ def attention(
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
         narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
         try:
-            return attend(*narrow, implementation="cudnn").astype(query.dtype)
+            attended = attend(*narrow, implementation="cudnn").astype(query.dtype)
+            return name(attended, ATTENDED)
         except (
             RuntimeError
         ) as error:  # JAX asks for the library while tracing, also for another machine.
@@ -212,8 +217,8 @@ def attention(
     wide = plain_dtype(target, query.dtype)
     plain = (query.astype(wide), key.astype(wide), value.astype(wide))
     if by_hand:
-        return attend_plainly(*plain, mask, logits).astype(query.dtype)
-    return attend(*plain, implementation="xla").astype(query.dtype)
+        return name(attend_plainly(*plain, mask, logits).astype(query.dtype), ATTENDED)
+    return name(attend(*plain, implementation="xla").astype(query.dtype), ATTENDED)
 
 
 def attend_plainly(

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import AttentionBackward, Target
-from systolic.models.attention import BalancedOrder, Logits, Masking
+from systolic.models.attention import ATTENDED, BalancedOrder, Logits, Masking
 
 FUSED_BLOCKS = 4
 """Blocks of keys up to which the fused backward kernel is the default: each holds an array of queries."""
@@ -138,6 +138,9 @@ def splash_attention(
         block_sizes=sizes,
         head_shards=math.prod(target.mesh.shape[axis] for axis in head_axes),
         q_seq_shards=layout.context,
+        # Names its result and the sums of its softmax: a policy that saves the first alone runs the kernel again. It is
+        # a percent of a step over short sequences that see both ways, whose permutes XLA then no longer hides.
+        residual_checkpoint_name=ATTENDED if masking.causal else None,
         attn_logits_soft_cap=logits.cap or None,
         interpret=interpret,
     )

@@ -219,7 +219,7 @@ class DecoderBlock(nnx.Module):
         """
         constrain = self.target.constrain
         with jax.named_scope("attention"):
-            attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
+            attended = constrain(attended, "batch", "sequence", "heads", None)
             # Scattered before it is named, so that what a policy keeps of it is split too.
             out = constrain(
                 product(

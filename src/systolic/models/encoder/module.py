@@ -92,7 +92,7 @@ class EncoderBlock(nnx.Module):
         key = project(self.key, self.key_bias, "key")
         value = project(self.value, self.value_bias, "value")
         attended = attention(self.target, query, key, value, Masking(segments=segments))
-        return constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
+        return constrain(attended, "batch", "sequence", "heads", None)
 
     def hidden(self, x: jax.Array) -> jax.Array:
         """The MLP's hidden units [batch, sequence, d_ff]."""

@@ -284,7 +284,7 @@ class ViTBlock(nnx.Module):
             constrain(name(part, label), "batch", None, "heads", None)
             for part, label in zip(projected, ("query", "key", "value"), strict=True)
         )
-        attended = name(attention(self.target, query, key, value), "attention")
+        attended = attention(self.target, query, key, value)
         attended = constrain(attended, "batch", None, "heads", None)
         x = x + product(self.target, "bshe,hed->bsd", attended, self.out[...]) + self.out_bias[...]
         x = constrain(x, *STREAM)

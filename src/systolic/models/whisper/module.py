@@ -87,7 +87,7 @@ class BiasedAttention(nnx.Module):
 
     def merge(self, attended: jax.Array) -> jax.Array:
         """Attention's output [batch, n, heads, head_dim] to [batch, n, d_model]."""
-        attended = self.target.constrain(name(attended, "attention"), *HEADS)
+        attended = self.target.constrain(attended, *HEADS)
         out = product(self.target, "bshe,hed->bsd", attended, self.out[...])
         return name(self.target.constrain(out, *STREAM), "out") + self.out_bias[...]
 
