@@ -210,7 +210,9 @@ def of_jaxbench(jaxbench: Any, rows: Any) -> dict[str, Any]:
 def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
-    table = import_module("table").text([row | {"error": e} for e in (-0.1, 0.2, 0.3)])
+    ran = ((-0.1, 3.0, 1), (0.2, 1.0, 1), (0.3, 1.0, 2))
+    rows = [row | {"error": e, "measured_seconds": s, "runs": n} for e, s, n in ran]
+    table = import_module("table").text(rows)
     keys = jax.random.split(jax.random.key(0), 6)
     numbers = {
         **jax.jit(partial(of_attention, import_module("attention")))(keys),

@@ -64,6 +64,8 @@ def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
 def test_the_table_has_median_and_ninetieth_percentile(found: dict[str, Any]) -> None:
     assert found["table"].split("|")[1:5] == [" full ", " fit ", " v6e ", " k "]
     assert [float(cell.strip(" %")) for cell in found["table"].split("|")[5:9]] == [3, 20, 20, 30]
+    # By the seconds of all runs: 3 x 10 %, 1 x 20 % and 2 x 30 %.
+    assert float(found["table"].split("|")[9].strip(" %")) == pytest.approx(100 * 1.1 / 6, abs=0.05)
 
 
 def test_an_op_of_a_profile_does_the_work_that_its_line_and_the_profile_say(
