@@ -163,11 +163,15 @@ class Engine:
             raise RefusedError(
                 f"{wrong} is no token of this model, which has {vocab}", parameter="prompt"
             )
-        bias = request.sampling.logit_bias
-        if len(bias) > BIASES:
+        biased = {*request.sampling.logit_bias}
+        if request.min_tokens:
+            biased |= {*request.stop_tokens, *(() if request.ignore_ends else self.ends)}
+        if len(biased) > BIASES:
+            what = "logit_bias" if len(request.sampling.logit_bias) > BIASES else "stop_token_ids"
+            ends = "" if what == "logit_bias" else ", with the tokens that min_tokens holds back,"
             raise RefusedError(
-                f"logit_bias has {len(bias)} tokens and at most {BIASES} are taken; leave some out",
-                parameter="logit_bias",
+                f"logit_bias{ends} has {len(biased)} tokens and at most {BIASES} are taken; leave some out",
+                parameter=what,
             )
         if not self.scheduler.fits(min(size + request.max_tokens, self.context)):
             raise RefusedError(

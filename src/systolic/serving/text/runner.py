@@ -564,7 +564,7 @@ def _cuts(
                 sampling.repetition_penalty,
             )
             text[place, : len(tokens)] = tokens
-            for at, (token, by) in enumerate(sampling.logit_bias.items()):
+            for at, (token, by) in enumerate(sequence.biases.items()):
                 biased[place, at], bias[place, at] = token, by
         except Exception as error:
             broken.append((sequence, error))

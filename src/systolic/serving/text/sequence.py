@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -101,7 +101,7 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
         self.penalized = request.sampling.penalizes
-        self.cut = request.sampling.cuts or bool(request.logprobs)
+        self.cut = request.sampling.cuts or bool(request.logprobs or request.min_tokens)
         self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
         after = request.deadline_seconds
         self.deadline = None if after is None else self.submitted + after
@@ -110,6 +110,19 @@ class Sequence:
             self._prompt_ids.append(self.tokens[0])
             self._prompt_logprobs.append((None, ()))
             self._scored = 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all texts: the least runs first."""
+        return self.request.priority, self.number
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """Numbers that are added to the logits of its next token: none of those that end it, before it has its least tokens."""
+        biases = self.request.sampling.logit_bias
+        if len(self.tokens) - self.prompt_tokens >= self.request.min_tokens:
+            return biases
+        return {**biases, **dict.fromkeys((*self.ends, *self.request.stop_tokens), -math.inf)}
 
     @property
     def pending(self) -> bool:
@@ -173,7 +186,9 @@ class Sequence:
             self._logprobs.append((logprob, top[: request.logprobs]))
         if token in self.ends or token in request.stop_tokens:
             return Finish.stop
-        text = self._stops.push(self._decoder.push(token))
+        text = self._decoder.push(token)
+        if self.completion_tokens > request.min_tokens:
+            text = self._stops.push(text)
         finish = None
         if self._stops.met:
             finish = Finish.stop
