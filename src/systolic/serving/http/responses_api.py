@@ -265,7 +265,7 @@ class _ItemWriter:
         self._scores: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is not written yet."""
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
 
     def event(self, kind: str, **more: Any) -> bytes:
         """The next event of a stream."""
@@ -338,7 +338,7 @@ class _ItemWriter:
         return {**body, **more}
 
     def _place(self, **more: Any) -> dict[str, Any]:
-        """Where in the answer an event belongs."""
+        """Place of an event in the answer."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
 
     def _say(self, text: str) -> bytes:
