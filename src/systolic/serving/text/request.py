@@ -111,6 +111,11 @@ class TextOutput:
     """Tokens of the prompt that were found in pages of earlier requests."""
     queried_tokens: int = 0
     """Tokens of the prompt that were looked up in the cache: none if it ended before it ran, or its prompt was scored."""
+    drafts: int = 0
+    """Steps that verified proposals."""
+    drafted_tokens: int = 0
+    """Tokens that were proposed."""
+    accepted_tokens: int = 0
     started: bool = False
     """Whether a token of it was read."""
     submitted_ns: int = 0

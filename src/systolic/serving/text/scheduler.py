@@ -135,6 +135,10 @@ class StepLimits:
     """Prompt tokens that one text reads in a step."""
     prefills: int
     """Texts that read their prompt in a step."""
+    drafts: int = 0
+    """Tokens that are proposed for a text."""
+    drafted_texts: int = 0
+    """Most texts that proposals are made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,8 @@ class StepWork:
     """Texts that read one token."""
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
     """Texts with more to read, and how many tokens of it."""
+    drafts: list[list[int]] = field(default_factory=list)
+    """Proposals for each text that reads one token; [] where there are none for any."""
     preempted: list[Sequence] = field(default_factory=list)
     """Texts that lost their pages to this step."""
 
@@ -186,7 +192,29 @@ class Scheduler:
                 count = min(sequence.left, self.limits.chunk)
                 if self._reserve(sequence, count):
                     prefill.append((sequence, count))
-        return StepWork(decode=decode, prefill=prefill, preempted=preempted)
+        drafts = self._proposals(decode)
+        return StepWork(decode=decode, prefill=prefill, drafts=drafts, preempted=preempted)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the next step may have proposals, for which the tokens of the one before have to be known."""
+        few = 0 < len(self.running) <= self.limits.drafted_texts
+        return few and any(not sequence.pause for sequence in self.running)
+
+    def _proposals(self, decode: list[Sequence]) -> list[list[int]]:
+        """Proposals for texts, with pages for them; [] where there are none for any."""
+        drafts: list[list[int]] = []
+        if not 0 < len(decode) <= self.limits.drafted_texts:
+            return drafts
+        known = not any(sequence.pending for sequence in decode)
+        for sequence in decode:
+            room = min(self.limits.drafts, sequence.max_length - len(sequence.tokens) - 1)
+            draft = sequence.propose(room) if known and room > 0 and not sequence.pause else []
+            sequence.pause = max(sequence.pause - 1, 0)
+            while draft and not self._reserve(sequence, 1 + len(draft)):
+                draft.pop()
+            drafts.append(draft)
+        return drafts if any(drafts) else []
 
     def publish(self, sequence: Sequence, read: int) -> None:
         """Names a text's pages that are full of known tokens, so that others can begin with them.
