@@ -223,3 +223,25 @@ def test_proposals_under_a_window() -> None:
     engine = small.engine(ALONE)
     assert ids(answer(engine, prompt, 40)) == small.greedy(prompt, 40)[0]
     engine.stop()
+
+
+def test_the_metrics_count_proposals(small) -> None:
+    from systolic.serving.http.metrics import Metrics, TextMetrics
+
+    metrics = Metrics()
+    engine = small.opened(ALONE, TextMetrics(metrics).of("small"))
+    engine.start()
+    sampling = SamplingParams(temperature=0.0, logit_bias=FEW)
+    last = answer(engine, repeating(8, 20), 40, sampling)[-1]
+    engine.stop()
+    page = metrics.page().decode()
+    at = '{engine="0",model_name="small",version="1"}'
+    for name, count in (
+        ("drafts", last.drafts),
+        ("draft_tokens", last.drafted_tokens),
+        ("accepted_tokens", last.accepted_tokens),
+    ):
+        assert f"systolic:spec_decode_num_{name}_total{at} {float(count)}" in page
+    assert last.accepted_tokens > 0
+    steps = f'bucket="verify 1 x 5, 12 pages",engine="0",model_name="small",version="1"}} {float(last.drafts)}'
+    assert f"systolic:bucket_selected_total{{{steps}" in page

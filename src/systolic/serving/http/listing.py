@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +16,9 @@ from systolic.serving.http.protocol import bad, encode, read, refuse
 from systolic.serving.http.responses import off_loop, token_ids
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import Served, ServedBatch, ServedText
+
+if TYPE_CHECKING:
+    from systolic.inference.predictor import TextReader
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -109,7 +112,7 @@ class DetokenizeFields(Struct, kw_only=True):
 async def tokenize(request: Request, state: ServerState) -> Response:
     """``POST /tokenize``."""
     fields = await read(request, TokenizeFields)
-    served = _reading(request, state, fields.model)
+    served = state.use(request, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise bad("send either prompt or messages", "prompt")
     for name in ("continue_final_message", "chat_template"):
@@ -134,15 +137,16 @@ async def tokenize(request: Request, state: ServerState) -> Response:
     return json_response(answer)
 
 
-def _reading(request: Request, state: ServerState, name: str | None) -> Served:
-    """The model of a request, one that reads texts; errors as :meth:`~systolic.serving.http.state.ServerState.use`."""
-    served = state.use(request, name)
-    if isinstance(served, ServedBatch) and served.model.reader is None:
-        raise bad(
-            f"{served.name} is a model of kind {served.model.kind.value} and reads no texts",
-            "model",
-        )
-    return served
+def _reader(served: ServedBatch) -> "TextReader":
+    """The reader of a model.
+
+    Raises:
+        ProblemError: it reads no texts.
+    """
+    if served.model.reader is None:
+        kind = served.model.kind.value
+        raise bad(f"{served.name} is a model of kind {kind} and reads no texts", "model")
+    return served.model.reader
 
 
 async def _encoded(served: Served, text: str, special: bool) -> tuple[Tokenizer, int, list[int]]:
@@ -150,8 +154,7 @@ async def _encoded(served: Served, text: str, special: bool) -> tuple[Tokenizer,
     if isinstance(served, ServedText):
         ids = await token_ids(served.tokenizer, text, special=special)
         return served.tokenizer, served.engine.context, ids
-    reader = served.model.reader
-    assert reader is not None
+    reader = _reader(served)
     if not special:
         return reader.tokenizer, reader.most, await token_ids(reader.tokenizer, text, special=False)
     (around,) = await off_loop(len(text), lambda: reader.ids([text]))
@@ -161,10 +164,9 @@ async def _encoded(served: Served, text: str, special: bool) -> tuple[Tokenizer,
 async def detokenize(request: Request, state: ServerState) -> Response:
     """``POST /detokenize``."""
     fields = await read(request, DetokenizeFields)
-    served = _reading(request, state, fields.model)
-    tokenizer = (
-        served.tokenizer if isinstance(served, ServedText) else served.model.reader.tokenizer
-    )
+    served = state.use(request, fields.model)
+    own = served if isinstance(served, ServedText) else _reader(served)
+    tokenizer = own.tokenizer
     ids = checked_ids(fields.tokens, tokenizer, "tokens")
     text = await off_loop(len(ids) * 4, lambda: tokenizer.decode(ids))
     return json_response({"prompt": text})

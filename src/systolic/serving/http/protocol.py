@@ -492,7 +492,8 @@ class TextFields(Struct, kw_only=True):
     @property
     def counts_events(self) -> bool:
         """Whether every event of a stream has the numbers of tokens so far."""
-        return self.counts_usage and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return self.counts_usage and options is not None and bool(options.continuous_usage_stats)
 
     def truncated(self, tokens: list[int], wanted: int | None, context: int) -> list[int]:
         """The last tokens of a prompt, as many as the request keeps.

@@ -357,7 +357,12 @@ class _ItemWriter:
             events += self.event(
                 "response.output_item.added", output_index=index, item=self._message
             )
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            part: dict[str, Any] = {
+                "type": "output_text",
+                "text": "",
+                "annotations": [],
+                "logprobs": [],
+            }
             self._message["content"] = [part]
             place = self._place(content_index=0)
             events += self.event("response.content_part.added", **place, part=part)

@@ -317,7 +317,7 @@ class Engine:
                 StepFacts(
                     decode_rows=call.rows,
                     prefill_tokens=call.prompt,
-                    bucket=str(call.shape),
+                    bucket=call.bucket,
                     padded_tokens=call.padded_tokens,
                     pages_in_use=load.pages_in_use,
                     pages_total=load.pages_total,

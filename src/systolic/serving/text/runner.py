@@ -55,6 +55,11 @@ class TextProgram:
     lower: Callable[[], Any]
 
 
+def verifying(shape: StepShape) -> str:
+    """Name of the program that verifies proposals, such as ``verify 4 x 5, 16 pages``."""
+    return str(shape).replace("prefill", "verify")
+
+
 class _MadeWhenRun(dict[Any, Any]):
     """Programs that are made ready, and put here, when they are first asked for."""
 
@@ -234,7 +239,7 @@ class Programs:
         arguments = self._arguments(shape)
         jitted = jit_paged(self.paged, shape, drafts=True)
         lowering = arguments, lambda: jitted.lower(*arguments)
-        return self._program(f"verify {shape}", self.verify, shape, lowering, (0, self._pages))
+        return self._program(verifying(shape), self.verify, shape, lowering, (0, self._pages))
 
     def _score(self, shape: StepShape) -> TextProgram:
         chunk = (shape.chunks, shape.length)
@@ -347,6 +352,11 @@ class ProgramCall:
     """Sequences whose settings could not be made arguments; what is chosen for them means nothing."""
 
     @property
+    def bucket(self) -> str:
+        """Name of the program."""
+        return verifying(self.shape) if self.drafts else str(self.shape)
+
+    @property
     def padded_tokens(self) -> int:
         """Positions that hold no token."""
         return self.shape.tokens - self.rows - self.prompt - sum(map(len, self.drafts))
@@ -412,7 +422,7 @@ class StepRunner:
         results: list[StepResult] = []
         for call in flight.calls:
             scores = self._scores(call)
-            tokens = np.asarray(call.chosen.tokens).tolist()
+            tokens = self.chosen(call)
             logprobs = np.asarray(call.chosen.logprob).tolist()
             top = _likeliest(call.chosen) if call.chosen.top.shape[1] else None
             if call.drafts:
@@ -424,6 +434,10 @@ class StepRunner:
             for place, sequence, read in call.unfinished:
                 results.append((sequence, PENDING, logprobs[place], (), scores, read))
         return results
+
+    def chosen(self, call: ProgramCall) -> list[int]:
+        """Tokens of each row of logits; waits for the device."""
+        return np.asarray(call.chosen.tokens).tolist()
 
     def _mixed(self, decode: list[Sequence], parts: list[Part]) -> StepShape | None:
         if not decode or not parts or parts[0][0].request.prompt_logprobs:
