@@ -210,7 +210,7 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
             *_rule_notes(timeline),
             *_assumed_note(timeline),
             *_one_way(timeline, run.one_way),
-            *_host_note(step, seconds, rates),
+            *_host_note(step, seconds, on),
             *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
@@ -264,9 +264,11 @@ def _one_way(timeline: Timeline, names: set[str]) -> list[str]:
     ]
 
 
-def _host_note(step: "_Ran", seconds: float, rates: Rates) -> list[str]:
+def _host_note(step: "_Ran", seconds: float, on: Slice) -> list[str]:
     """Note on copies of the host that count at more than twice the rate that chips copied at by themselves; none where they are few."""
-    measured = rates.chip.measured_hbm_to_host_bytes_per_second or rates.host
+    if (measured := on.chip.measured_hbm_to_host_bytes_per_second) is None:
+        return []
+    rates = rates_of(on)
     busiest = max((step.used.get(f"host {way}", 0.0) for way in ("in", "out")), default=0.0)
     longer = busiest * (rates.host / measured - 1)
     if rates.host <= 2 * measured or longer <= MUCH * seconds:

@@ -71,7 +71,7 @@ def passed_bytes(
 def written_bytes(module: Module, instruction: Instruction) -> float:
     """HBM bytes that an instruction writes."""
     if instruction.opcode == "fusion":
-        return sum(_written(module, module.callee(instruction, "calls"), instruction))
+        return sum(_written(module, module.callee(instruction, "calls"), instruction, HBM))
     return float(instruction.shape.bytes_in(HBM))
 
 
