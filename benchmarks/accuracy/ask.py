@@ -61,7 +61,8 @@ def figures(outcome: Outcome, name: str, on: Slice) -> dict[str, Any]:
             return {"problem": reason}
         case Compiled():
             made = of_outcome(outcome, name, on, 0.0)
-            assert made.step_seconds is not None
+            if made.step_seconds is None:
+                return {"problem": "does not fit"}
             return {
                 "forecast_seconds": made.step_seconds,
                 "mfu": made.mfu,

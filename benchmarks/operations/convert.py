@@ -44,6 +44,7 @@ def matmuls(path: Path) -> Iterator[dict[str, Any]]:
 def traced(path: Path) -> Iterator[dict[str, Any]]:
     """Ops of a trace, one row for all runs of the same HLO line, names and channels aside: their median."""
     runs: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    names: dict[tuple[str, ...], str] = {}
     for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
         args = event.get("args", {})
         if event.get("tid") != _OPS or "device_duration_ps" not in args or "long_name" not in args:
@@ -51,7 +52,8 @@ def traced(path: Path) -> Iterator[dict[str, Any]]:
         if args["hlo_category"] in WAITS:
             continue
         line = re.sub(r", channel_id=\d+", "", args["long_name"].partition(" = ")[2])
-        kernel = re.sub(r"\.\d+$", "", event["name"]) if "tpu_custom_call" in line else ""
+        name = re.sub(r"\.\d+$", "", event["name"])
+        kernel = name if "tpu_custom_call" in line else ""
         line = re.sub(
             r"(calls|to_apply|%)(=%)?[\w.\-]+",
             lambda m: m[0] if "(" in m[0] else m[1] + (m[2] or ""),
@@ -59,6 +61,7 @@ def traced(path: Path) -> Iterator[dict[str, Any]]:
         )
         key = (args["hlo_category"], kernel, line, args["model_flops"], args["bytes_accessed"])
         runs[key].append(float(args["device_duration_ps"]) * 1e-12)
+        names[key] = name
     runs = {key: seconds for key, seconds in runs.items() if statistics.median(seconds) > 0}
     for number, ((category, kernel, line, flops, moved), seconds) in enumerate(
         sorted(runs.items())
@@ -71,7 +74,11 @@ def traced(path: Path) -> Iterator[dict[str, Any]]:
             "what": f"traced {category}",
             "implementation": None,
             "shapes": shapes,
-            "config": {"kernel": kernel, "counted": quantized.count(kernel, line)},
+            "config": {
+                "name": names[category, kernel, line, flops, moved].rstrip("0123456789."),
+                "kernel": kernel,
+                "counted": quantized.count(kernel, line),
+            },
             "measured_seconds": statistics.median(seconds),
             "runs": len(seconds),
             "confidence": "A",

@@ -79,6 +79,7 @@ def result(row: measured.Row, mode: str) -> dict[str, Any]:
     made: dict[str, Any] = {
         "id": row["id"],
         "measured_seconds": row["measured_seconds"],
+        "runs": row.get("runs", 1),
         "forecast_seconds": None,
         "error": None,
         "kind": measured.kind_of(row),

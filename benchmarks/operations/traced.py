@@ -28,7 +28,11 @@ def program(row: Mapping[str, Any]) -> Module:
     out, opcode, operands, rest = _parts(shapes["hlo"])
     rest, computations = _CALLED.sub("", rest), ""
     if opcode == "fusion":
-        written = _Body(parse_shape(out), [parse_shape(text) for text in operands])
+        written = _Body(
+            parse_shape(out),
+            [parse_shape(text) for text in operands],
+            row["config"].get("name", ""),
+        )
         category = row["what"].removeprefix(KIND).strip()
         body = written.text(category, float(shapes["flops"]), float(shapes["bytes"]))
         computations, rest = f"%fused () -> {out} {{\n{body}}}\n\n", f"{rest}, calls=%fused"
@@ -88,6 +92,8 @@ class _Body:
 
     out: Shape
     operands: Sequence[Shape]
+    name: str
+    """Of the fusion: the opcodes that the compiler named it after."""
     lines: list[str] = field(default_factory=list)
 
     def text(self, category: str, flops: float, moved: float) -> str:
@@ -137,10 +143,14 @@ class _Body:
         ]
         if not lefts:
             lefts = [n for n in range(len(self.operands)) if n != weights][:1]
-        left = Shape("bf16", (rows, depth), (1, 0), (8, 128))
+        exact = any(shape.dtype == "f32" for shape in self.operands)
+        left = Shape("f32" if exact else "bf16", (rows, depth), (1, 0), (8, 128))
         more = round((flops - 2.0 * out.elements * depth) / left.elements)
         small = [n for n in range(len(self.operands)) if n not in (weights, *lefts)]
-        value = self.chain(left, lefts, small, more)
+        value = self.chain(left, lefts, small, more - exact)
+        if exact:
+            rounded = Shape("bf16", left.dims, left.minor_to_major, left.tile)
+            value = self.add(_layout(rounded), "convert", value)
         contracted = held.dims.index(depth) if held.dims[0] != held.dims[1] else 1
         dims = f", lhs_contracting_dims={{1}}, rhs_contracting_dims={{{contracted}}}"
         self.add(_layout(out), "dot", f"{value}, %p{weights}", dims)
@@ -151,17 +161,21 @@ class _Body:
         value = terms[0]
         for term in terms[1:]:
             value = self.add(_layout(shape), "add", f"{value}, {term}")
-        for _ in range(count - len(terms) + 1):
-            value = self.add(_layout(shape), "multiply", f"{value}, {value}")
+        roots = self.name.count("rsqrt")
+        for n in range(count - len(terms) + 1 + roots):
+            opcode, operands = ("rsqrt", value) if n < roots else ("multiply", f"{value}, {value}")
+            value = self.add(_layout(shape), opcode, operands)
         return value
 
     def whole(self, shape: Shape, number: int) -> list[str]:
-        """An operand of as many elements as a shape, or slices of it that have as many."""
+        """An operand of as many elements as a shape, or the gate and the other half of one of twice as many."""
         operand = self.operands[number]
-        parts = max(operand.elements // max(shape.elements, 1), 1)
+        if operand.elements >= 2 * shape.elements > 0:
+            first, second = self.halves(number, shape)
+            gate = self.add(_layout(shape), "logistic", first)
+            return [self.add(_layout(shape), "multiply", f"{first}, {gate}"), second]
         turned = operand.dims != shape.dims and _turned(operand, shape)
-        opcode = "slice" if parts > 1 else "copy" if turned else "bitcast"
-        return [self.add(_layout(shape), opcode, f"%p{number}") for _ in range(parts)]
+        return [self.add(_layout(shape), "copy" if turned else "bitcast", f"%p{number}")]
 
     def small(self, shape: Shape, numbers: Sequence[int]) -> list[str]:
         """Operands of fewer elements: parts of a concatenation, or one value a row."""
@@ -173,7 +187,7 @@ class _Body:
                 opcode, rest = "pad", f"padding={'x'.join(f'{low}_0' for low in lows)}"
                 place += operand.dims[-1]
             else:
-                dims = [n for n, size in enumerate(shape.dims) if operand.dims == (size,)][:1]
+                dims = _places(operand.dims, shape.dims) or ()
                 opcode, rest = "broadcast", f"dimensions={{{','.join(map(str, dims))}}}"
             terms.append(self.add(_layout(shape), opcode, f"%p{number}", f", {rest}"))
         return terms
@@ -181,10 +195,17 @@ class _Body:
     def elementwise(self, flops: float, moved: float) -> None:
         """Operations on the largest array, then slices and sums of it as results."""
         outs = list(self.out.arrays())
+        halved = [n for n, s in enumerate(self.operands) if _halves(s, outs)]
+        if halved and flops:
+            self.of_halves(halved[0], round(flops / outs[0].elements))
+            return
         read = moved - sum(shape.bytes for shape in outs)
         sliced = read < WHOLE * sum(shape.bytes for shape in self.operands)
         largest = max([*outs, *(() if sliced else self.operands)], key=lambda s: s.elements)
-        shape = Shape(largest.dtype, largest.dims, largest.minor_to_major, largest.tile)
+        largest = self.joined() or largest
+        exact = "maximum" in self.name or any(s.dtype == "f32" for s in (*outs, *self.operands))
+        dtype = "f32" if exact else largest.dtype
+        shape = Shape(dtype, largest.dims, largest.minor_to_major, largest.tile)
         count = round(flops / max(shape.elements, 1))
         whole = [n for n, s in enumerate(self.operands) if s.elements == shape.elements]
         small = [n for n, s in enumerate(self.operands) if s.elements < shape.elements]
@@ -197,18 +218,62 @@ class _Body:
         if self.out.is_tuple:
             self.add(str(self.out), "tuple", ", ".join(results))
 
+    def joined(self) -> Shape | None:
+        """Shape of the operands side by side along their last dim, where the result is that; None where it isn't."""
+        first, *others = self.operands
+        width = sum(shape.dims[-1] for shape in self.operands if shape.dims)
+        alike = all(shape.dims[:-1] == first.dims[:-1] for shape in others)
+        if not (others and alike) or self.out.is_tuple or self.out.dims[-1:] != (width,):
+            return None
+        return Shape(self.out.dtype, (*first.dims[:-1], width), first.minor_to_major, first.tile)
+
+    def of_halves(self, number: int, count: int) -> None:
+        """A gated unit of the halves of an operand, or, where there are two results, a rotation of them.
+
+        Args:
+            number: Of the operand.
+            count: Operations an element of a result; the gate's logistic is not among them.
+        """
+        outs = list(self.out.arrays())
+        shape = outs[0]
+        first, second = self.halves(number, shape)
+        terms = self.small(shape, [n for n in range(len(self.operands)) if n != number])
+        if len(outs) == 1:
+            value = self.add(_layout(shape), "logistic", first)
+            for term in (first, second, *terms):
+                value = self.add(_layout(shape), "multiply", f"{value}, {term}")
+            for _ in range(count - len(terms) - 2):
+                value = self.add(_layout(shape), "multiply", f"{value}, {value}")
+            return
+        results = []
+        for left, right in ((first, second), (second, first)):
+            terms = (terms * 2)[:2] or [left, right]
+            pair = [
+                self.add(_layout(shape), "multiply", f"{half}, {term}")
+                for half, term in zip((left, right), terms, strict=True)
+            ]
+            results.append(self.add(_layout(shape), "add", ", ".join(pair)))
+        self.add(str(self.out), "tuple", ", ".join(results))
+
+    def halves(self, number: int, shape: Shape) -> list[str]:
+        """Slices of an operand along its last dim, as large as a shape."""
+        places = [
+            ", ".join([*(f"[0:{size}]" for size in shape.dims[:-1]), f"[{n}:{n + shape.dims[-1]}]"])
+            for n in (0, shape.dims[-1])
+        ]
+        laid = Shape(self.operands[number].dtype, shape.dims, shape.minor_to_major, shape.tile)
+        return [
+            self.add(_layout(laid), "slice", f"%p{number}", f", slice={{{place}}}")
+            for place in places
+        ]
+
     def result(self, value: str, shape: Shape, out: Shape, number: int) -> str:
         """One result, of the value whose shape is ``shape``; slices follow each other."""
         if out.elements == shape.elements:
-            return self.add(_layout(out), "copy" if _turned(shape, out) else "bitcast", value)
-        left = list(shape.dims)
-        kept = []
-        for size in out.dims:
-            if size in left:
-                at = left.index(size)
-                kept.append(len(shape.dims) - len(left) + at)
-                left = left[at + 1 :]
-        if len(kept) == len(out.dims) < len(shape.dims):
+            opcode = "copy" if len(out.dims) == len(shape.dims) else "reshape"
+            return self.add(_layout(out), opcode if _turned(shape, out) else "bitcast", value)
+        kept = _places(out.dims, shape.dims)
+        if kept is not None and len(kept) < len(shape.dims):
             zero = self.add(f"{out.dtype}[]", "constant", "0")
             summed = [n for n in range(len(shape.dims)) if n not in kept]
             return self.add(
@@ -220,6 +285,27 @@ class _Body:
         begins = [*[0] * (len(out.dims) - 1), number * out.dims[-1]]
         parts = ", ".join(f"[{a}:{a + size}]" for a, size in zip(begins, out.dims, strict=True))
         return self.add(_layout(out), "slice", value, f", slice={{{parts}}}")
+
+
+def _halves(operand: Shape, outs: Sequence[Shape]) -> bool:
+    """Whether an operand is as large as two arrays of the results' shape, side by side."""
+    dims = {out.dims for out in outs}
+    sizes = [size for size in operand.dims if size > 1]
+    return len(dims) == 1 and any(
+        sizes == [*(n for n in size[:-1] if n > 1), 2 * size[-1]] for size in dims if size
+    )
+
+
+def _places(part: Sequence[int], whole: Sequence[int]) -> tuple[int, ...] | None:
+    """Dims of an array, in order, that have the sizes of another one's; None where they don't."""
+    left, places = list(enumerate(whole)), []
+    for size in part:
+        at = next((n for n, (_, other) in enumerate(left) if other == size), None)
+        if at is None:
+            return None
+        places.append(left[at][0])
+        left = left[at + 1 :]
+    return tuple(places)
 
 
 def _turned(before: Shape, after: Shape) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from systolic.chips import Slice
@@ -54,12 +55,31 @@ SCOUT = Decoder(
 )
 """Llama 4 Scout's text model (config.json in transformers 5.23's Llama4TextConfig): its vocabulary of 202,048 rounded up; no norms of queries
 and keys, full attention in place of chunks of 8,192."""
+QWEN = Decoder(
+    layers=28,
+    d_model=3584,
+    d_ff=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocab=152_064,
+    tie_embeddings=False,
+    rope_theta=1e6,
+)
+"""Qwen2.5-7B without the biases of its queries, keys and values."""
+SIZES = {
+    "scout": SCOUT,
+    "qwen2.5-7b": QWEN,
+    "qwen2.5-32b": replace(QWEN, layers=64, d_model=5120, d_ff=27648, heads=40, kv_heads=8),
+}
+"""Part of a record's model to the sizes of one that is no published model here."""
 BOTH_AXES = {
     "deepseek": Layout(data=1, fsdp=1, expert=4, tensor=-1),
-    "scout": Layout(data=1, fsdp=1, expert=-1, tensor=4),
+    "scout": Layout(data=1, fsdp=1, expert=-1, tensor=8),
 }
-"""Meshes of jax-llm-examples (main.py and ShardingRules of model.py at 202fcd3): y of 4 devices and z of the rest. DeepSeek's experts lie over
-y and their hidden units over z, Scout's the other way round; heads lie over both (Scout's 40 over y alone), and so does the vocabulary."""
+"""Meshes of jax-llm-examples (main.py and ShardingRules of model.py) in the commits that print the tables, ef1a60c and 04e61d9: DeepSeek's y
+has 4 devices and its z 16, Scout's 8 and 2. DeepSeek's experts lie over y and their hidden units over z, Scout's the other way round; heads lie
+over both (Scout's 40 over y alone), and so does the vocabulary."""
 HEADS = Served(expert_axis=ExpertAxis.heads)
 """Experts and heads over the same devices: all that records name have it so."""
 CORES = re.compile(r"v7x-(\d+)")
@@ -104,9 +124,10 @@ def slice_of(row: Row) -> Slice:
 
 
 def _job(model: str) -> Job:
-    if "scout" in model:
-        made = source_of("lm", {"model": SCOUT, "sequence": 2048}).job
-        return Job(**{**_fields(made), "name": "llama-4-scout"})
+    for part, sizes in SIZES.items():
+        if part in model:
+            made = source_of("lm", {"model": sizes, "sequence": 2048}).job
+            return Job(**{**_fields(made), "name": part})
     if not any(part in model for part in OTHERS):
         for part, name in NAMES.items():
             if part in model:

@@ -11,6 +11,7 @@ MARK = re.compile(r"<!-- install: (\w+) -->")
 FOR = {
     "tpu": "forecasts, plans and explanations on any Linux machine; training and serving on TPUs",
     "cuda": "training and serving on NVIDIA GPUs, with CUDA 12 from pip",
+    "gpu-forecast": "forecasts of NVIDIA GPUs by their own compiler, on a machine without one",
     "text": "tokenizers, Parquet files, datasets folders; language models in general",
     "image": "pictures",
     "audio": "sound files, speech to text",

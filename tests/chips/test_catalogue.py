@@ -73,7 +73,7 @@ def test_a_number_of_a_chip_or_the_usual_one() -> None:
     assert catalogue.known(chip("v6e"), "pcie_bytes_per_second_per_chip") == 64e9
     assert catalogue.known(chip("v2"), "pcie_bytes_per_second_per_chip") == 16e9
     with pytest.raises(NotFoundError, match="no source gives pcie"):
-        catalogue.known(chip("h100"), "pcie_bytes_per_second_per_chip")
+        catalogue.known(chip("l4"), "pcie_bytes_per_second_per_chip")
 
 
 @pytest.mark.parametrize("known", CATALOGUED, ids=lambda known: known.name)
@@ -90,12 +90,31 @@ def test_clock_and_matrix_units_explain_the_bf16_peak(known: Chip) -> None:
 
 
 @pytest.mark.parametrize("known", CATALOGUED, ids=lambda known: known.name)
+def test_tensor_cores_explain_the_peak_of_a_gpu(known: Chip) -> None:
+    """A multiprocessor's four tensor cores take a power of two of multiply-adds a cycle, at a clock below the highest."""
+    if known.num_sms is None:
+        pytest.skip("no multiprocessors in the sources")
+    assert known.peak_bf16_flops_per_second is not None
+    assert known.clock_hz is not None
+    cycles = {"8": 1024, "9": 2048, "10": 4096}[(known.compute_capability or "").split(".")[0]]
+    clock = known.peak_bf16_flops_per_second / (known.num_sms * cycles * 2)
+    assert 0.85 * known.clock_hz < clock <= known.clock_hz * 1.001
+    assert known.peak_tf32_flops_per_second == pytest.approx(
+        known.peak_bf16_flops_per_second / 2, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("known", CATALOGUED, ids=lambda known: known.name)
 def test_orders_of_magnitude(known: Chip) -> None:
     """A slip of a unit (GB for B, per core for per chip) shows here."""
     bounds = {
         "peak_bf16_flops_per_second": (4e13, 3e15),
         "peak_int8_ops_per_second": (4e12, 1e16),
         "hbm_bytes": (8e9, 4e11),
+        "driver_hbm_bytes": (8e9, 4e11),
+        "l2_bytes": (2**25, 2**28),
+        "shared_memory_bytes_per_sm": (2**17, 2**18),
+        "num_sms": (50, 200),
         "hbm_bytes_per_second": (3e11, 1e13),
         "vmem_bytes_per_core": (2**24, 2**28),
         "ici_bytes_per_second_per_link": (4e10, 9e11),
@@ -105,7 +124,7 @@ def test_orders_of_magnitude(known: Chip) -> None:
         "host_dram_bytes": (1e11, 2e12),
         "usd_per_chip_hour.on_demand": (0.5, 20),
         "usd_per_chip_hour.spot": (0.1, 5),
-        "tdp_watts": (1, 1300),
+        "tdp_watts": (1, 1500),
         "power_watts": (50, 1000),
     }
     for name, (low, high) in bounds.items():

@@ -98,6 +98,9 @@ def test_v2_and_v3_count_tensorcores(name, topology, chips_, devices, hosts, wra
         ("cpu", "cpu"),
         ("a100-80", "a100-80"),
         ("2xa3", "16xh100"),
+        ("8xa100", "8xa100-80"),
+        ("a3-ultra", "8xh200"),
+        ("2xa3-high", "2xa3-high"),
     ],
 )
 def test_one_slice_has_one_name(given: str, canonical: str) -> None:
@@ -119,6 +122,16 @@ def test_gpus_fill_hosts_and_cpus_are_virtual() -> None:
     virtual = systolic.slice("8xcpu")
     assert (virtual.num_devices, virtual.num_chips, virtual.num_hosts) == (8, 1, 1)
     assert virtual.platform == "cpu"
+
+
+def test_machines_of_a_cloud_have_their_own_network() -> None:
+    """Four cards of an A3 High carry 150 Gb/s each, 75 GB/s together, eight of an A3 Mega 200 each."""
+    high, mega, other = (systolic.slice(n) for n in ("2xa3-high", "2xa3-mega", "16xh100"))
+    rates = [s.chip.dcn_bytes_per_second_per_host for s in (high, mega, other)]
+    assert rates == [75e9, 200e9, 400e9]
+    assert [s.num_hosts for s in (high, mega, other)] == [2, 2, 2]
+    assert high.chip.source("dcn_bytes_per_second_per_host").value == 75e9
+    assert high.chip.name == "h100"
 
 
 @pytest.mark.parametrize(

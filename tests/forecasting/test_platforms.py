@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from systolic.chips import Slice, slice
 from systolic.compiling import Compiler, FunctionProgram, Outcome, compile
+from systolic.compiling.gpu_compiler import compiler
 from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import Origin
@@ -27,6 +28,9 @@ from systolic.sim.network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import PricedBy
 
+roofline_only = pytest.mark.skipif(
+    compiler() is not None, reason="the extra gpu-forecast is here: GPUs are no rooflines"
+)
 ROWS, WIDE, DEEP = 4096, 1024, 2048
 MATMUL = 2.0 * ROWS * WIDE * DEEP
 
@@ -128,6 +132,7 @@ def test_virtual_devices_share_the_machine(root: Path) -> None:
     assert four.to_json()["hbm"]["origin"] == "compiled"
 
 
+@roofline_only
 def test_an_absent_gpu_is_a_roofline_and_says_so(h100: Forecast) -> None:
     found = h100.to_json()
     assert (found["origin"], found["hbm"]["origin"]) == ("assumed", "assumed")
@@ -139,6 +144,7 @@ def test_an_absent_gpu_is_a_roofline_and_says_so(h100: Forecast) -> None:
     assert h100.hardware_flops == MATMUL
 
 
+@roofline_only
 def test_the_roofline_is_the_catalogues(h100: Forecast) -> None:
     peaks = gpu_peaks(slice("h100"))
     (product,) = [span for span, _ in h100.timeline.leaves() if span.flops]
@@ -181,14 +187,16 @@ def test_two_hosts_are_slower_than_one() -> None:
     )
     assert one.lanes == ("nvlink",)
     assert two.lanes == thin.lanes == ("dcn",)
-    assert one.seconds == pytest.approx(size * 7 / 8 / 370e9, rel=0.05)
-    # Both hosts' cards carry half of it; alone a GPU has one card.
-    assert two.seconds == pytest.approx(size * 15 / 16 / 370e9, rel=0.05)
-    assert thin.seconds == pytest.approx(size / 2 / (400e9 / 8 * 370 / 450), rel=0.05)
+    # XLA's table: 1 GiB over eight in 2.73 ms, reduced in 4.72 ms.
+    assert one.seconds == pytest.approx(2.73e-3 * 1e9 / 2**30, rel=0.05)
+    # A ring takes 15/16 of it through both hosts' cards, 0.9 x 400 GB/s, and NVLink is as slow; alone a GPU has one card.
+    assert two.seconds == pytest.approx(size * 15 / 16 / (0.785 * 450e9), rel=0.05)
+    assert thin.seconds == pytest.approx(size / 2 / (400e9 / 8 * 0.9), rel=0.05)
     reduced = links.collective("all-reduce", inside, size, size)
-    assert reduced.seconds == pytest.approx(2 * one.seconds, rel=0.05)
+    assert reduced.seconds == pytest.approx(4.72e-3 * 1e9 / 2**30, rel=0.05)
 
 
+@roofline_only
 def test_a_missing_rate_leaves_the_time_out_but_not_the_memory(
     scattered: Outcome, eight: Forecast
 ) -> None:
@@ -200,6 +208,7 @@ def test_a_missing_rate_leaves_the_time_out_but_not_the_memory(
     assert "fits" in "\n".join(plain(lines(made, 90)))
 
 
+@roofline_only
 def test_attention_is_cudnns_though_it_is_not_here(root: Path) -> None:
     heads, head_dim, length = 8, 128, 1024
     args = (array(1, length, heads, head_dim),) * 3
@@ -213,6 +222,7 @@ def test_attention_is_cudnns_though_it_is_not_here(root: Path) -> None:
     assert made.memory.peak_bytes < 4 * 2 * heads * length * head_dim * 1.5
 
 
+@roofline_only
 def test_what_does_not_fit_names_its_buffers(root: Path) -> None:
     made = ask(root, large, (array(1 << 17, 1 << 17),), "h100", (PartitionSpec(),))
     found = made.to_json()
@@ -224,6 +234,7 @@ def test_what_does_not_fit_names_its_buffers(root: Path) -> None:
     assert "does not fit" in "\n".join(plain(lines(made, 90)))
 
 
+@roofline_only
 def test_the_screen_says_what_is_assumed(h100: Forecast, cpu: Forecast, eight: Forecast) -> None:
     shown = "\n".join(plain(lines(h100, 100)))
     assert "[assumed]" in shown
@@ -236,6 +247,7 @@ def test_the_screen_says_what_is_assumed(h100: Forecast, cpu: Forecast, eight: F
     assert readings.words(eight)["dcn"] == "waiting for the network"
 
 
+@roofline_only
 def test_requests_that_cannot_be_met_are_one_line(root: Path) -> None:
     args = (array(ROWS, WIDE), array(WIDE, DEEP))
     many = slice(f"{2 * MOST_DEVICES}xh100")

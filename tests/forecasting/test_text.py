@@ -11,9 +11,11 @@ from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
+from systolic.forecasting.platforms import GPU_ERROR
 from systolic.hlo import parse
 from systolic.hlo.parse import check
 from systolic.report.terminal import plain
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo as recorded
 
 
@@ -117,9 +119,42 @@ def test_slices_that_a_dump_leaves_alone_are_on_the_bill(
     assert not any("slices of" in line for line in own.cautions)
 
 
-def test_other_platforms_are_told(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="TPU slices only"):
-        forecast_text(tmp_path / "dump.txt", slice("h100"))
+def test_a_cpu_s_dump_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="whose schedules are not simulated"):
+        forecast_text(tmp_path / "dump.txt", slice("cpu"))
+
+
+def test_a_gpu_s_dump_is_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations.txt"
+    path.write_text(recorded.text("step-8xh100"))
+    found = forecast_text(path, slice("8xh100"))
+    assert found.origin is Origin.simulated
+    assert found.memory_origin is Origin.simulated
+    assert found.step_seconds == simulate(recorded.module("step-8xh100"), slice("8xh100")).seconds
+    assert found.low == pytest.approx((1 - GPU_ERROR) * (found.step_seconds or 0.0))
+    assert any("does not name its chip" in note for note in found.notes)
+    with pytest.raises(DataError, match="is a GPU's schedule"):
+        forecast_text(path, slice("v5e-8"))
+    with pytest.raises(DataError, match="runs on 8 devices but h100 has 1"):
+        forecast_text(path, slice("h100"))
+    other = tmp_path / "tpu.txt"
+    other.write_text(recorded.text("lm-v5e-4"))
+    with pytest.raises(DataError, match="is a TPU's schedule and 4xh100 is a GPU slice"):
+        forecast_text(other, slice("4xh100"))
+
+
+def test_the_files_beside_a_gpu_s_dump_name_it_and_its_memory(tmp_path: Path) -> None:
+    stem = "module_0001.jit_step"
+    path = tmp_path / f"{stem}.sm_9.0a_gpu_after_optimizations.txt"
+    path.write_text(recorded.text("step-8xh100"))
+    report = path.with_name(path.name.replace(".txt", "-memory-usage-report.txt"))
+    report.write_text("Memory Space: default (color=0)\nTotal bytes: 182526618 (174.07MiB)\n")
+    described = tmp_path / f"{stem}.gpu_target_config.pbtxt"
+    described.write_text('device_description_str: "NVIDIA H100 80GB HBM3"\n')
+    found = forecast_text(path, slice("8xh100"))
+    assert (found.need_bytes, found.memory_origin) == (182526618, Origin.compiled)
+    assert found.compiled_for == "h100"
+    assert "priced as if h200 ran it" in forecast_text(path, slice("8xh200")).cautions[0]
 
 
 def test_a_cpu_s_schedule_is_not_forecast_for_a_tpu(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ WITHOUT_IMPORT = {
     "ty": "a command that CI runs",
 }
 
-HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
+HOW_JAX_FINDS_DEVICES = ("tpu", "cuda", "gpu-forecast")
 """Extras that only choose plugins of jax."""
 
 APART = {"tensorflow": "tensorflow", "tf2jax": "tf2jax"}
@@ -133,8 +133,8 @@ def test_the_tests_import_what_dev_declares() -> None:
 
 def test_dev_has_every_feature() -> None:
     (own,) = [r for text in EXTRAS["dev"] if (r := Requirement(text)).name == "systolic"]
-    # The TPU's compiler too, which needs no TPU; a GPU's libraries are of no use without one.
-    assert own.extras == set(EXTRAS) - {"dev", "docs", "cuda", "tf"}
+    # The TPU's compiler too, which needs no TPU; a GPU's libraries are of no use without one, and its compiler is too large.
+    assert own.extras == set(EXTRAS) - {"dev", "docs", "cuda", "gpu-forecast", "tf"}
 
 
 def test_every_bound_below_is_given() -> None:

@@ -23,7 +23,7 @@ FOREIGN: dict[str, str] = {
 PRIVATE: dict[str, str] = {
     "systolic/compiling/child.py:jax._src.source_info_util": "that lines of this package are not the user's",
     "systolic/compiling/functions.py:_jit_info": "whether a jitted function was given shardings",
-    "systolic/compiling/host_backend.py:jax._src.cudnn.fused_attention_stablehlo": "cuDNN's version, which JAX asks of a GPU that is not here",
+    "systolic/compiling/gpu_compiler.py:jax._src.cudnn.fused_attention_stablehlo": "cuDNN's version, which JAX asks of a GPU that is not here",
     "systolic/compiling/kernels.py:jax._src.lib.mlir.ir": "parser of MLIR, for the operations of a kernel",
     "systolic/compiling/kernels.py:jax._src.lib.tpu": "dialect of Mosaic, for the operations of a kernel",
     "systolic/compiling/pickled.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",

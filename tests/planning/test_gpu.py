@@ -1,11 +1,13 @@
 """GPUs beside TPUs: a roofline ranks them, and says that it is one."""
 
 from systolic.chips import slice
+from systolic.compiling.gpu_compiler import compiler
 from systolic.core.units import Origin
 from systolic.job import Axis, Layout, Remat
 from systolic.planning.analytic import analyse, facts_of
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
+from systolic.planning.notes import GpuTimes, after_search
 from systolic.planning.plan import CompileDepth
 from systolic.planning.search import Limits, Search
 from systolic.planning.space import Freedom, candidates
@@ -33,7 +35,7 @@ def test_a_mesh_axis_between_hosts_is_slower_than_one_inside() -> None:
     assert seconds(data=4, tensor=4, fsdp=1) < seconds(data=1, tensor=16, fsdp=1)
 
 
-def test_a_search_of_gpus_is_of_rooflines_within_its_bounds() -> None:
+def test_a_search_of_gpus_is_within_its_bounds() -> None:
     on = slice("2xh100")
     search = Search(
         facts=facts_of(decoder_job()),
@@ -44,13 +46,17 @@ def test_a_search_of_gpus_is_of_rooflines_within_its_bounds() -> None:
     )
     plan = search.run()
     assert plan.best is not None
-    assert [one.depth for one in plan.ranking] == [CompileDepth.roofline] * 2
-    assert plan.to_json()["best"]["compile"] == "roofline"
+    compiled = compiler() is not None
+    depth = CompileDepth.schedule if compiled else CompileDepth.roofline
+    assert [one.depth for one in plan.ranking] == [depth] * 2
+    assert plan.to_json()["best"]["compile"] == depth.value
+    noted = after_search(plan, [on], search.freedom, 2)
+    assert [note.simulated for note in noted if isinstance(note, GpuTimes)] == [compiled]
     for one in plan.ranking:
         made = one.forecast
         assert made is not None
         assert made.memory is not None
         assert made.step_seconds is not None
-        assert made.origin is Origin.assumed
+        assert made.origin is (Origin.simulated if compiled else Origin.assumed)
         assert one.analysis.seconds_bound <= made.step_seconds
         assert one.analysis.bytes_bound <= made.memory.peak_bytes

@@ -125,6 +125,21 @@ LINES = {
         "f32[64]{0:T(128)S(1)} fusion(bf16[64,256]{1,0:T(8,128)(2,1)} %), kind=kLoop, calls=%",
         4.0 * 64 * 256,
     ),
+    "gate": (
+        "traced loop fusion",
+        "bf16[64,256]{1,0:T(16,128)(2,1)} fusion(bf16[64,1,512]{2,0,1:T(8,128)(2,1)} %), kind=kLoop, calls=%",
+        2.0 * 64 * 256,
+    ),
+    "rotation": (
+        "traced loop fusion",
+        "(bf16[64,8,64]{2,1,0:T(8,128)(2,1)S(1)}, bf16[64,8,64]{2,1,0:T(8,128)(2,1)S(1)}) fusion(bf16[64,8,128]{2,1,0:T(8,128)(2,1)S(1)} %, bf16[64,64]{1,0:T(8,128)(2,1)S(1)} %, bf16[64,64]{1,0:T(8,128)(2,1)S(1)} %), kind=kLoop, calls=%",
+        6.0 * 64 * 8 * 64,
+    ),
+    "join": (
+        "traced loop fusion",
+        "bf16[64,8,128]{2,1,0:T(8,128)(2,1)S(1)} fusion(bf16[64,8,64]{2,1,0:T(8,128)(2,1)S(1)} %, bf16[64,8,64]{2,1,0:T(8,128)(2,1)S(1)} %), kind=kLoop, calls=%",
+        4.0 * 64 * 8 * 128,
+    ),
     "copy": (
         "traced data formatting",
         "f32[64,256]{0,1:T(8,128)} copy(f32[64,256]{1,0:T(8,128)S(1)} %)",
@@ -132,19 +147,28 @@ LINES = {
     ),
 }
 """Category, HLO line and the profile's FLOPs of an op."""
+IN_REGISTERS = ("gate", "rotation", "join")
 
 
 def of_traced(traced: Any, work: Any, estimate: Any) -> dict[str, list[float]]:
-    """FLOPs of the matrix units, vector operations and bytes of device memory of each line's module."""
+    """FLOPs of the matrix units, vector operations, bytes of device memory and cycles of relayouts of each line's module."""
     found = {}
     for name, (what, line, flops) in LINES.items():
         shapes = {"hlo": line, "flops": flops, "bytes": 2.0 * 64 * 256 + 4 * 64}
-        row = {"what": what, "shapes": shapes, "config": {"kernel": "", "counted": None}}
+        config = {"name": "pad_maximum_fusion", "kernel": "", "counted": None}
+        row = {
+            "what": what,
+            "shapes": shapes,
+            "config": config if name == "join" else config | {"name": "fusion"},
+        }
         module = traced.program(row)
         op = module.entry.root
         paid = work.work_of(module, module.entry, op)
         held = module.callee(op, "calls") if op.opcode == "fusion" else module.entry
-        found[name] = [paid.flops, estimate.vector_operations(module, held), paid.bytes]
+        near = estimate.slowdown_of("tpu7x").vector_memory
+        operations = estimate.vector_operations(module, held, in_registers=name in IN_REGISTERS)
+        relaid = estimate.relaid_cycles(module, module.entry, op, near)
+        found[name] = [paid.flops, operations, paid.bytes, relaid]
     return found
 
 
@@ -186,7 +210,9 @@ def of_jaxbench(jaxbench: Any, rows: Any) -> dict[str, Any]:
 def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
-    table = import_module("table").text([row | {"error": e} for e in (-0.1, 0.2, 0.3)])
+    ran = ((-0.1, 3.0, 1), (0.2, 1.0, 1), (0.3, 1.0, 2))
+    rows = [row | {"error": e, "measured_seconds": s, "runs": n} for e, s, n in ran]
+    table = import_module("table").text(rows)
     keys = jax.random.split(jax.random.key(0), 6)
     numbers = {
         **jax.jit(partial(of_attention, import_module("attention")))(keys),

@@ -90,6 +90,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
         assert "lower bound" not in page
         return
     assert made.is_lower_bound
+    assert (" a step, time open" if made.is_assumed else " a step or more") in repr(made)
     assert record["lower_bound"]
     assert record["step_seconds_high"] is None
     assert record["bound"] == ("open" if made.is_assumed else "lower")

@@ -185,7 +185,7 @@ while (record := shared.claim(int(sys.argv[2]), this_worker())) is not None:
 OPENS = """
 import sys
 from pathlib import Path
-from systolic.tuning.engine import optuna, sqlalchemy
+from systolic.tuning.search import optuna, sqlalchemy
 from systolic.tuning.study import SharedStudy, address
 
 optuna(), sqlalchemy()

@@ -269,9 +269,15 @@ class Chip:
     clock_hz_by_power_state: tuple[tuple[int, float], ...] = ()
     default_power_state: int | None = None
     peak_power_state: int | None = None
+    num_sms: int | None = None
+    compute_capability: str | None = None
+    f32_lanes_per_sm: int | None = None
+    shared_memory_bytes_per_sm: int | None = None
+    l2_bytes: int | None = None
     mxu_shape: tuple[int, int] | None = None
     num_mxu_per_core: int | None = None
     peak_bf16_flops_per_second: float | None = None
+    peak_tf32_flops_per_second: float | None = None
     peak_fp8_flops_per_second: float | None = None
     peak_int8_ops_per_second: float | None = None
     peak_int4_ops_per_second: float | None = None
@@ -287,6 +293,7 @@ class Chip:
     sram_bytes: int | None = None
     hbm_bytes: int | None = None
     program_bytes_per_device: int | None = None
+    driver_hbm_bytes: int | None = None
     hbm_bytes_per_second: float | None = None
     hbm_granule_bytes: int | None = None
     hbm_to_vmem_bytes_per_second_per_core: float | None = None
@@ -297,6 +304,7 @@ class Chip:
     num_subcores_per_sparse_core: int | None = None
     sparse_core_lanes: int | None = None
     sparse_core_vmem_bytes_per_subcore: int | None = None
+    num_nvlinks: int | None = None
     num_ici_links: int | None = None
     ici_axes: int | None = None
     ici_bytes_per_second_per_link: float | None = None
@@ -306,6 +314,7 @@ class Chip:
     max_pod_chips: int | None = None
     chips_per_host: int | None = None
     dcn_bytes_per_second_per_host: float | None = None
+    machine_dcn_bytes_per_second: tuple[tuple[str, float], ...] = ()
     pcie_bytes_per_second_per_chip: float | None = None
     host_dram_bytes: int | None = None
     host_vcpus: int | None = None
@@ -319,6 +328,7 @@ class Chip:
     measured_ici_bytes_per_second_per_link: float | None = None
     measured_all_gather_fixed_seconds: float | None = None
     measured_dcn_bytes_per_second_per_chip: float | None = None
+    measured_sparse_core_gather_bytes_per_second: float | None = None
     measured_hbm_to_host_bytes_per_second: float | None = None
     measured_hbm_to_host_fixed_seconds: float | None = None
     usd_per_chip_hour: Prices = field(default_factory=Prices)

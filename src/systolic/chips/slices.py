@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from systolic.chips.catalogue import chip as find_chip
@@ -18,6 +19,7 @@ _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _SHAPED = re.compile(r"([^:]+):(\d+(?:x\d+)*)")
 _LONGEST_NAME = 80
 PRICE = "usd_per_chip_hour."
+_DCN = "dcn_bytes_per_second_per_host"
 _HELP = "systolic chips NAME lists a chip's slices"
 SLICE = Wording("a slice or its name, such as 'v5e-16'")
 SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
@@ -132,7 +134,8 @@ def slice(name: str) -> Slice:
     """The slice of that name.
 
     ``v5e-16`` (chips), ``v5p-128`` (TensorCores, as Google names them), ``v5p:4x4x8`` (a shape),
-    ``2xv5e-256`` (two slices over the data-centre network), ``8xh100`` and ``h200`` (GPUs),
+    ``2xv5e-256`` (two slices over the data-centre network), ``8xh100`` and ``h200`` (GPUs), ``2xa3-mega`` (two of
+    Google's machines of eight, with their network),
     ``cpu`` and ``8xcpu`` (virtual devices on this machine).
 
     Raises:
@@ -150,7 +153,7 @@ def slice(name: str) -> Slice:
             return _of_whole_chips(name, known, count)
         for machine, size in known.machines:
             if body == machine:
-                return _of_whole_chips(name, known, count * size)
+                return _of_machines(name, known, machine, size, count)
     if shaped := _SHAPED.fullmatch(body):
         shape = tuple(int(axis) for axis in shaped[2].split("x"))
         return _of_shape(name, _chip_with_rule(name, shaped[1], shaped[2]), shape, count)
@@ -243,6 +246,26 @@ def _of_whole_chips(typed: str, known: Chip, count: int) -> Slice:
         wrap=(False,),
         platform=known.kind.value,
     )
+
+
+def _of_machines(typed: str, known: Chip, machine: str, size: int, count: int) -> Slice:
+    """Whole machines of a cloud; their name stays the slice's where their network is not the chip's default."""
+    networks = dict(known.machine_dcn_bytes_per_second)
+    if machine not in networks:
+        return _of_whole_chips(typed, known, count * size)
+    figure = replace(
+        known.figures["machine_dcn_bytes_per_second"],
+        field=_DCN,
+        value=networks[machine],
+        text=known.figures[_DCN].text,
+    )
+    rented = replace(
+        known,
+        dcn_bytes_per_second_per_host=networks[machine],
+        figures=MappingProxyType({**known.figures, _DCN: figure}),
+    )
+    name = machine if count == 1 else f"{count}x{machine}"
+    return replace(_of_whole_chips(typed, rented, count * size), name=name)
 
 
 def _chip_with_rule(typed: str, name: str, rest: int | str) -> Chip:

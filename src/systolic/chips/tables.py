@@ -174,6 +174,8 @@ def _value(figure: Figure) -> str:
         return si(value, figure.unit, digits=4)
     if figure.unit == "s":
         return f"{value * 1e6:g} us"
+    if isinstance(value, str):
+        return value
     return f"{value:g} {figure.unit}".strip()
 
 

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import stat
@@ -24,9 +25,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from systolic.chips import Slice, slice
-from systolic.chips.flags import compile_options
-from systolic.compiling import executable, host_backend, kernels, settings
+from systolic.chips.flags import compile_options, name_of
+from systolic.compiling import executable, gpu_compiler, host_backend, kernels, settings
 from systolic.compiling.dump import (
+    FOR_GPU,
     SCHEDULE_ONLY,
     dump_options,
     keep,
@@ -52,6 +54,7 @@ from systolic.compiling.outcome import (
 )
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.files import FULL, Store, unwritable
+from systolic.core.machine import leave_cuda_out
 
 _ADDRESS = re.compile(r"<(?:function|bound method) (\S+)(?: of .*?)? at 0x[0-9a-f]+>+")
 _NO_RULE = re.compile(r"MLIR translation rule for primitive '([^']+)' not found for platform (\w+)")
@@ -143,10 +146,8 @@ def _compile(request: CompileRequest, folder: Path, dumped: Path) -> int:
     settings.take(request.settings)
     devices = topology(on)
     built = host_backend.built_for(on, devices)
-    if built is Built.stand_in:
-        if request.save:
-            host_backend.refuse_to_save(on)
-        host_backend.take_cudnn_as_there(on)
+    if on.platform == "gpu" and built is not Built.host:
+        host_backend.take_as_there(on, request.save)
     clock.lap("import")
     say(stage="tracing")
     program = cloudpickle.loads(request.program).trace(on, devices)
@@ -217,11 +218,17 @@ def _answer(lowered: Any, request: CompileRequest, report: CompileReport, desk: 
         own = [flag for flag in request.flags if flag not in request.runtime]
         shorter = shorter_search(on.name) if SCHEDULE_ONLY in request.options else ()
         options = {**compile_options([*shorter, *own], "tpu"), **options}
+    elif on.platform == "gpu" and report.built is Built.topology:
+        given = {name_of(flag) for flag in request.flags}
+        own = [flag for flag in gpu_compiler.FLAGS if name_of(flag) not in given]
+        options = {**compile_options(own, "gpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None
     try:
         if report.built is Built.stand_in:
             text = host_backend.schedule(lowered, desk.dumped)
+        elif on.platform == "gpu" and report.built is Built.topology:
+            text = schedule(lowered, options, desk.dumped, math.inf, FOR_GPU)
         elif SCHEDULE_ONLY in request.options:
             text = schedule(lowered, options, desk.dumped, on.program_bytes)
         else:
@@ -287,6 +294,8 @@ def _memory(compiled: Any, used: int | None) -> CompiledMemory:
 
 def topology(on: Slice) -> Any:
     """JAX's description of the slice's devices; off TPU see :func:`systolic.compiling.host_backend.devices`."""
+    if not gpu_compiler.compiles(on):
+        leave_cuda_out()
     if on.platform != "tpu":
         return host_backend.devices(on)
     from jax.experimental import topologies
@@ -306,9 +315,11 @@ def topology(on: Slice) -> Any:
 
 
 def places(mesh: Any, on: Slice) -> list[list[int]]:
-    """(x, y, z, core, slice) of each device in the order of the mesh; empty off TPU."""
-    if on.platform != "tpu" or mesh is None:
+    """(x, y, z, core, slice) of each device in the order of the mesh, of a GPU its number; empty for a CPU."""
+    if on.platform == "cpu" or mesh is None:
         return []
+    if on.platform == "gpu":
+        return [[device.id] for device in mesh.devices.flat]
     return [
         [*(*device.coords, 0, 0)[:3], device.core_on_chip, getattr(device, "slice_index", 0) or 0]
         for device in mesh.devices.flat
@@ -323,6 +334,12 @@ def _ordered(mesh: Any, devices: Any) -> list[Any]:
 def versions_here(on: Slice) -> dict[str, str]:
     """Versions of the packages that a program depends on."""
     names = ["jax", "jaxlib", *(["libtpu"] if on.platform == "tpu" else [])]
+    if gpu_compiler.compiles(on):
+        names += [
+            name
+            for name in gpu_compiler.PLUGINS
+            if name == (gpu_compiler.compiler() or "").split()[0]
+        ]
     return {name: importlib.metadata.version(name) for name in names}
 
 

@@ -23,6 +23,8 @@ has compiled what runs on SparseCores: minutes later for a large model on TPU7x.
 LAST = "after_optimizations-memory-usage-report.pb"
 """The last file that XLA writes with the schedule, after :data:`PROTO` and :data:`USAGE`."""
 FOR_CPU = "cpu_after_optimizations.txt"
+FOR_GPU = "gpu_after_optimizations.txt"
+"""The same file for a GPU, with the compute capability before it; code for all kernels takes seven times as long as this."""
 REFUSED = "oom_intermediate_module.txt"
 PROTO = "after_optimizations.hlo.pb"
 """The schedule and its buffers as HloProto."""
@@ -57,11 +59,18 @@ def shorter_search(on: str) -> tuple[str, ...]:
     return ("--xla_tpu_override_scavenge_vmem_for_fusions=false",)
 
 
-def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes: int) -> str:
+def schedule(
+    lowered: Any,
+    options: Mapping[str, Any],
+    folder: Path,
+    limit_bytes: float,
+    ending: str = SCHEDULED,
+) -> str:
     """The scheduled module of ``lowered``, without cycle estimates; the compile continues in its thread.
 
     The caller must end the process, since a compile can't be stopped otherwise. XLA writes the schedule before it
-    compares its memory with the device's: above ``limit_bytes`` this waits for the compiler's own verdict.
+    compares its memory with the device's: above ``limit_bytes`` this waits for the compiler's own verdict. ``ending`` is that of the
+    schedule's file.
 
     Raises:
         Exception: an error of the compiler before it has a schedule, such as out of memory.
@@ -79,7 +88,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
     size = -1
     while True:
         ended = not worker.is_alive()
-        path = _written(folder, SCHEDULED) if ended or _written(folder, LAST) else None
+        path = _written(folder, ending) if ended or _written(folder, LAST) else None
         if path is not None:
             now = path.stat().st_size
             settled = now == size or (ended and not failed)
@@ -102,7 +111,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
         time.sleep(POLL_SECONDS)
 
 
-def _is_above(folder: Path, limit_bytes: int) -> bool:
+def _is_above(folder: Path, limit_bytes: float) -> bool:
     """Whether the schedule needs more memory than a program may use; XLA refuses it next."""
     used = peak_bytes(folder)
     return used is not None and used > limit_bytes

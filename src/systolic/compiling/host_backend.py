@@ -16,6 +16,7 @@ import msgspec
 
 from systolic.chips import Slice
 from systolic.chips.catalogue import by_device_kind
+from systolic.compiling import gpu_compiler
 from systolic.compiling.dump import POLL_SECONDS, dump_options, peak_bytes, scheduled_for_cpu
 from systolic.core.errors import OptionError
 from systolic.core.machine import sound_flags
@@ -28,8 +29,6 @@ CPU_PASSES = (
     "dot-library-rewriter",  # matmuls into a CPU library's
     "cpu-parallel-task-assigner",  # large ops into calls for threads
 )
-CUDNN_VERSION = 91000
-"""Version that tracing for an absent GPU assumes: cuDNN 9.10, the first with all of JAX's kernels."""
 _CHAIN = 32
 _ROUNDS = 3
 
@@ -38,7 +37,7 @@ class Built(enum.Enum):
     """Kind of hardware that a program was compiled for."""
 
     topology = "topology"
-    """A described TPU slice, by its own compiler."""
+    """A described slice of TPUs or GPUs, by their own compiler."""
     host = "host"
     """Devices of this machine, by their own compiler."""
     stand_in = "stand-in"
@@ -46,13 +45,15 @@ class Built(enum.Enum):
 
 
 def devices(on: Slice) -> list[Any]:
-    """Devices of a CPU or GPU slice, else as many virtual CPU devices."""
+    """Devices of a CPU or GPU slice, present or described, else as many virtual CPU devices."""
     import jax
 
     if on.platform == "gpu":
         cards = [device for device in _gpus() if by_device_kind(device.device_kind) == on.chip]
         if len(cards) >= on.num_devices:
             return cards[: on.num_devices]
+        if gpu_compiler.compiles(on):
+            return gpu_compiler.described(on)
     return jax.devices("cpu")[: on.num_devices]
 
 
@@ -64,7 +65,7 @@ def check(on: Slice, save: bool) -> None:
     """
     if on.platform == "tpu":
         return
-    if on.num_devices > MOST_DEVICES:
+    if on.num_devices > MOST_DEVICES and not gpu_compiler.compiles(on):
         raise OptionError(
             f"{on.name} has {on.num_devices} devices, and a forecast without them takes up to {MOST_DEVICES} virtual ones; choose a smaller slice of that chip"
         )
@@ -75,15 +76,25 @@ def check(on: Slice, save: bool) -> None:
 def refuse_to_save(on: Slice) -> NoReturn:
     """Refuses to save, since a stand-in has no code."""
     raise OptionError(
-        f"there is nothing to save for {on.name}: this machine has no such devices, and a forecast generates no code for them; leave --save out"
+        f"there is nothing to save for {on.name}: this machine has no such devices, and only they can time the kernels to choose from; leave --save out"
     )
+
+
+def take_as_there(on: Slice, save: bool) -> None:
+    """Prepares this process to trace for an absent GPU, of which there is nothing to save."""
+    if save:
+        refuse_to_save(on)
+    if lowering_platform(on) == "cuda":
+        gpu_compiler.take_cudnn_as_there(on)
 
 
 def built_for(on: Slice, targets: list[Any]) -> Built:
     """Kind of hardware that a program for these devices is compiled for."""
     if on.platform == "tpu":
         return Built.topology
-    return Built.host if targets[0].platform == on.platform else Built.stand_in
+    if targets[0].platform != on.platform:
+        return Built.stand_in
+    return Built.host if on.platform == "cpu" or targets[0] in _gpus() else Built.topology
 
 
 def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
@@ -92,7 +103,11 @@ def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
         return []
     if on.platform == "cpu":
         return [on.chip.title, str(on.chip.host_vcpus)]
-    return [*_cards(), environ.get("JAX_PLATFORMS", ""), environ.get("CUDA_VISIBLE_DEVICES", "")]
+    facts = [*_cards(), environ.get("JAX_PLATFORMS", ""), environ.get("CUDA_VISIBLE_DEVICES", "")]
+    if not gpu_compiler.compiles(on):
+        return facts
+    compiler = gpu_compiler.compiler() or ""
+    return [*facts, compiler, gpu_compiler.target_config(on.chip), *gpu_compiler.FLAGS]
 
 
 def lowering_platform(on: Slice) -> str:
@@ -100,20 +115,6 @@ def lowering_platform(on: Slice) -> str:
     if on.platform != "gpu":
         return on.platform
     return "rocm" if (on.chip.device_kind or "").startswith("AMD") else "cuda"
-
-
-def take_cudnn_as_there(on: Slice) -> None:
-    """Lets JAX trace cuDNN's attention for an absent NVIDIA GPU, although it checks for the local library.
-
-    If a version of JAX checks in another way, the model falls back to plain attention with a note.
-    """
-    if lowering_platform(on) != "cuda":
-        return
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as attention
-    except ImportError:
-        return
-    vars(attention)["check_cudnn_version"] = lambda: CUDNN_VERSION
 
 
 def schedule(lowered: Any, folder: Path) -> str:

@@ -143,7 +143,7 @@ class CompileReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     program: ProgramFacts
     """Facts of the first request; answers have their own."""
     places: list[list[int]]
-    """(x, y, z, core, slice) of each device in the order of the mesh; empty off TPU."""
+    """(x, y, z, core, slice) of each device in the order of the mesh, of a GPU its number; empty for a CPU."""
     seconds: dict[str, float]
     """Seconds by stage."""
     stamp: Fingerprint | None = None

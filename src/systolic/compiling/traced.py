@@ -149,6 +149,8 @@ class PagedCall:
     """Prompt tokens that one more text reads; 0 for none."""
     cache: ServedCache = ServedCache.plain
     """Format of the pages."""
+    drafts: int = 0
+    """Tokens proposed for each text and verified by the step; 0 for none."""
 
     @property
     def context(self) -> int:

@@ -145,6 +145,8 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
     target = MeshTarget.of(job, on.platform, devices[: job.layout.num_devices])
     paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size, program.cache)
     shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
+    if program.drafts:
+        shape = StepShape(0, program.rows, program.drafts + 1, program.pages)
 
     def ints(size: int) -> Any:
         whole = target.sharding(target.spec())
@@ -152,9 +154,10 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
 
     weights, pages = paged.placed_weights, paged.placed_pages(program.num_pages)
     packed = sum(math.prod(size) for size in StepInput.sizes(shape, paged.history))
-    traced = jit_paged(paged, shape).trace(weights, pages, ints(program.rows + 1), ints(packed))
+    jitted = jit_paged(paged, shape, drafts=program.drafts > 0)
+    traced = jitted.trace(weights, pages, ints(program.rows + 1), ints(packed))
     decode = Decode(paged.steps, Sampling(temperature=0.0))
-    flops = program.rows * decode.decode_flops(program.context)
+    flops = program.rows * (program.drafts + 1) * decode.decode_flops(program.context)
     if program.chunk:
         flops += decode.prefill_flops(program.chunk)
     page = sum(_one(array, array.sharding) for array in jax.tree.leaves(paged.placed_pages(1)))

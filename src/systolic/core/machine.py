@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import glob
 import os
 import re
 import sys
 import threading
 import time
+from types import ModuleType
 
 from systolic.core.reporter import reporter
 
@@ -51,6 +53,7 @@ def end_with(parent: int) -> None:
 def set_up_xla() -> None:
     """Writes to the environment what XLA reads once a process, before JAX looks for devices."""
     _quiet_libtpu()
+    leave_cuda_out()
     flags_before = os.environ.get("XLA_FLAGS", "")
     if (flags := sound_flags(flags_before)) != flags_before:
         os.environ["XLA_FLAGS"] = flags
@@ -71,6 +74,19 @@ def _quiet_libtpu() -> None:
     # jax reads the variable when it is imported, which a user's script may have done before.
     if jax is not None and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
+
+
+def leave_cuda_out() -> None:
+    """Keeps JAX from loading an installed CUDA plugin on a machine without an NVIDIA GPU, where it would only print warnings.
+
+    The extra ``gpu-forecast`` installs it for the compiling process, which loads it.
+    """
+    if any(glob.glob(f"/dev/{name}*") for name in ("nvidia", "nvhost", "nvgpu", "dxg")):
+        return
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        plugin = ModuleType(name)
+        vars(plugin)["initialize"] = lambda: None
+        sys.modules.setdefault(name, plugin)
 
 
 def sound_flags(flags: str) -> str:

@@ -287,10 +287,7 @@ class StepExplainer:
 
     def find_causes(self) -> StepExplanation:
         """Forecasts the step and finds its causes; raises as :meth:`explain`."""
-        if self.on.platform != "tpu":
-            raise OptionError(
-                f"{self.on.name} is a {self.on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
-            )
+        _check_tpu(self.on)
         forecast, outcome = self.forecast()
         result = StepExplanation(
             job=self.job,
@@ -438,8 +435,16 @@ def captured_explanation(
     return _explained(captured.command, forecast, programs, quick=True)
 
 
+def _check_tpu(on: Slice) -> None:
+    if on.platform != "tpu":
+        raise OptionError(
+            f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the time of others"
+        )
+
+
 def dump_explanation(path: Path, on: Slice, given: Given) -> ProgramExplanation:
     """Explains scheduled HLO text that was compiled for a slice; raises as :func:`~systolic.forecasting.text.forecast_text`."""
+    _check_tpu(on)
     forecast, module = forecast_module(path, on, given)
     programs = (
         []

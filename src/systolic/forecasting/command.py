@@ -51,9 +51,9 @@ USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the slice's own compiler, and the schedule is simulated. The hardware is not needed.
-On cpu the program is compiled too, and its time is a roofline at measured rates. A GPU that this
-machine does not have (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as
-assumed.
+On cpu the program is compiled too, and its time is a roofline at measured rates. A GPU (h100, 8xh100,
+16xh200 …) takes the extra gpu-forecast, XLA's GPU compiler; without it, it gets a roofline of the
+partitioned program, marked as assumed.
 MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
@@ -337,7 +337,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     tpot: str | float | None = None,
     page_size: Annotated[int, COUNT] = 64,
     chunk: Annotated[int, COUNT] = 256,
-    host_ms: Annotated[float, NOT_NEGATIVE] = 0.0,
+    host_ms: Annotated[float | None, NOT_NEGATIVE] = None,
     weights: ServedWeights = ServedWeights.plain,
     kv_dtype: ServedCache = ServedCache.plain,
     expert_axis: ExpertAxis | None = None,
@@ -358,7 +358,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         tpot: Limit of the mean time of each further token for the best load: 30ms.
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
-        host_ms: Milliseconds of the host's work for each step, an assumption; shown both overlapped with the step and after it.
+        host_ms: Milliseconds of the host's work for each step, shown both overlapped with it and after it; by default as measured, 1.2 beside TPUs and 0.2 beside GPUs.
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
@@ -383,7 +383,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         chunk=chunk,
-        host_seconds=host_ms / 1e3,
+        host_seconds=None if host_ms is None else host_ms / 1e3,
     )
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")

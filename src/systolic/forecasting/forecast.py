@@ -105,6 +105,8 @@ class Forecast:
         """The answer on one line; the timeline alone has thousands of spans."""
         fits = "fits" if self.fits else "does not fit"
         step = f", {duration(self.step_seconds)} a step" if self.step_seconds else ""
+        if step and self.is_lower_bound:
+            step += ", time open" if self.is_assumed else " or more"
         share = f", MFU {self.mfu:.1%}" if self.mfu else ""
         return f"<Forecast of {self.recipe} on {self.on.name}: {fits}{step}{share}>"
 

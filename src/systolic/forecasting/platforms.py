@@ -1,11 +1,15 @@
-"""Forecasts for CPUs and GPUs: the compiler's memory where it was asked, and a roofline's time.
+"""Forecasts for CPUs and GPUs.
 
-For a CPU, and for a GPU of this machine, the program was compiled for real; for any other GPU it was
-partitioned and scheduled on a CPU, and its forecast is marked as assumed.
+A GPU's program is compiled by XLA's GPU compiler where that is installed, and its schedule is simulated. Without it
+the program is partitioned and scheduled on a CPU, and its forecast, a roofline, is marked as assumed. A CPU's program is
+compiled for real, and its time is a roofline too.
 """
+
+from dataclasses import replace
 
 from systolic.chips import Slice
 from systolic.compiling import Compiled
+from systolic.compiling.gpu_compiler import advice
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -13,15 +17,17 @@ from systolic.core.units import Origin, duration
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.forecast import Forecast
-from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map
+from systolic.forecasting.memory import MemoryMap, MemoryShortage, memory_map, peak_of
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip
+from systolic.sim.gpu_ops import add_workspaces
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 GPU_ERROR = 0.35
-"""Half-width of a GPU's interval. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
+"""Half-width of a GPU's interval, simulated or not. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
 its baseline over 146 rows); here the efficiencies are measured ones."""
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
@@ -30,6 +36,9 @@ PREALLOCATED = 0.75
 
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
 REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
+SIMULATED = "compiled by XLA's GPU compiler, whose schedule is simulated"
+WITHOUT_TRITON = "Triton's matmuls are off, since their tiles come from timing them on a GPU; --flags=--xla_gpu_enable_triton_gemm=true has them"
+KERNELS = "kernels assumed, as none was timed: cuBLAS matmuls, cuDNN attention"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
@@ -43,15 +52,16 @@ def forecast_host(
     report = outcome.report
     built, facts = report.built or Built.topology, report.program
     module = parse(outcome.hlo)
-    memory = memory_map(module, _peak(report.memory or CompiledMemory()))
+    memory = _memory(module, report)
     have = capacity(on)
     notes = [*facts.notes, *_notes(built, on, memory, have, report)]
     timeline, why = _timeline(module, on, report, given)
     if timeline is None:
         notes.append(why)
     fits = not have or memory.peak_bytes <= have
-    low, high, interval = _interval(on, timeline)
+    low, high, basis = (None, None, "") if timeline is None else interval(on, timeline)
     shown = fits and timeline is not None
+    simulated = shown and on.platform == "gpu" and built is not Built.stand_in
     return Forecast(
         recipe=name,
         on=on,
@@ -64,7 +74,7 @@ def forecast_host(
         step_seconds=timeline.seconds if shown and timeline is not None else None,
         low=low if shown else None,
         high=high if shown else None,
-        interval=interval if shown else "",
+        interval=basis if shown else "",
         model_flops=facts.model_flops,
         unit=facts.unit,
         units=facts.units,
@@ -79,6 +89,7 @@ def forecast_host(
         cautions=cautions_of(timeline) if timeline is not None else (),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
         answer=outcome,
+        schedules=[(module, timeline, 1.0)] if simulated and timeline is not None else (),
     )
 
 
@@ -86,6 +97,16 @@ def capacity(on: Slice) -> int:
     """Memory of one JAX device; virtual devices of a CPU share the machine's."""
     memory = on.chip.hbm_bytes or 0
     return memory // on.num_devices if on.platform == "cpu" else memory
+
+
+def _memory(module: Module, report: CompileReport) -> MemoryMap:
+    """Memory by the compiler, with the workspaces that only a GPU's library could have told it."""
+    peak = _peak(report.memory or CompiledMemory())
+    if report.built is not Built.topology:
+        return memory_map(module, peak)
+    before = peak_of(module).bytes
+    add_workspaces(module)
+    return memory_map(module, peak and peak + peak_of(module).bytes - before)
 
 
 def _peak(stats: CompiledMemory) -> int | None:
@@ -99,10 +120,15 @@ def _peak(stats: CompiledMemory) -> int | None:
 def _timeline(
     module: Module, on: Slice, report: CompileReport, given: Given
 ) -> tuple[Timeline | None, str]:
-    """The roofline, or None and what the catalogue lacks for it."""
+    """The step as a GPU's compiler scheduled it, else a roofline; None and what the catalogue lacks for it."""
     stands_in = report.built is Built.stand_in
     program = ModuleSource.stand_in if stands_in else ModuleSource.compiled
     try:
+        if on.platform == "gpu" and not stands_in:
+            places = [tuple(place) for place in report.places] or None
+            timeline = simulate(module, on, places, given=given)
+            assumed = [KERNELS] if report.built is Built.topology else []
+            return replace(timeline, notes=(*assumed, *timeline.notes)), ""
         peaks = gpu_peaks(on) if report.rates is None else cpu_peaks(report.rates)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
@@ -119,15 +145,14 @@ def cpu_peaks(rates: CpuRates) -> Peaks:
     )
 
 
-def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
-    if timeline is None:
-        return None, None, ""
+def interval(on: Slice, timeline: Timeline) -> tuple[float, float | None, str]:
+    """Low and high seconds of a step on a CPU or a GPU, and what they rest on."""
     if on.platform == "cpu":
         down, up = 1 / CPU_FACTOR, CPU_FACTOR
         text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"
     else:
         down, up = 1 - GPU_ERROR, 1 + GPU_ERROR
-        text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
+        text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines; simulated steps of GPUs have not been measured yet"
 
     def range_of(variant: Timeline) -> tuple[float, float, str]:
         estimated, least, most = variant.by_rule
@@ -149,13 +174,17 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
 def _notes(
     built: Built, on: Slice, memory: MemoryMap, have: int, report: CompileReport
 ) -> list[str]:
-    notes = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
     if built is Built.stand_in:
+        notes = [STAND_IN, *([more] if (more := advice(on)) else [])]
         notes.append(
             "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
         )
         if report.flags:
             notes.append("compiler flags have no effect on a roofline")
+    else:
+        notes = [HOST_TIME] if on.platform == "cpu" else [SIMULATED]
+    if built is Built.topology and not any("triton_gemm" in flag for flag in report.flags):
+        notes.append(WITHOUT_TRITON)
     if on.platform == "cpu":
         notes.append(MEASURED)
         if on.num_devices > 1:

@@ -25,7 +25,7 @@ from systolic.runs.job_record import compiled_with, read_record
 from systolic.runs.record import slice_of
 from systolic.runs.run import Run
 from systolic.sim.incomplete import PALLAS
-from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline
+from systolic.sim.roofline import ModuleSource, roofline
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
@@ -345,10 +345,9 @@ def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:
         flags = compiled_with(read_record(run))
         return simulate(module, on, flags=flags), f"simulated on {on.name}"
     if on.platform == "gpu":
-        peaks, note = gpu_peaks(on), f"forecast for {on.name}: a roofline, op after op"
-    else:
-        peaks = cpu_peaks(measured_rates(on.num_devices))
-        note = "forecast for this CPU: a roofline, op after op, at rates measured after the training; its ops run on several threads, which a profile counts beside each other"
+        return simulate(module, on), f"simulated on {on.name}"
+    peaks = cpu_peaks(measured_rates(on.num_devices))
+    note = "forecast for this CPU: a roofline, op after op, at rates measured after the training; its ops run on several threads, which a profile counts beside each other"
     return roofline(module, peaks, on.num_devices, ModuleSource.compiled), note
 
 

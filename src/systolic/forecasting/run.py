@@ -41,7 +41,7 @@ from systolic.forecasting.memory import (
     memory_map,
     state_of,
 )
-from systolic.forecasting.platforms import forecast_host
+from systolic.forecasting.platforms import forecast_host, interval
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim.cost_kinds import corrected_seconds
@@ -227,7 +227,7 @@ def of_outcome(
 
 
 def capacity(on: Slice) -> int:
-    """Device memory of one JAX device of a TPU."""
+    """Device memory of one JAX device of a TPU or a GPU."""
     return on.program_bytes
 
 
@@ -263,10 +263,13 @@ def assemble(
     memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
-    detail = detail_of(module)
-    low, high, text = ended(
-        timeline, lambda variant: range_of(on.chip.name, variant, facts, detail)
-    )
+    if on.platform == "tpu":
+        detail = detail_of(module)
+        low, high, text = ended(
+            timeline, lambda variant: range_of(on.chip.name, variant, facts, detail)
+        )
+    else:
+        low, high, text = interval(on, timeline)
     return Forecast(
         recipe=name,
         on=on,

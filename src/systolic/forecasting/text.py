@@ -12,7 +12,7 @@ from pathlib import Path
 
 from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
-from systolic.compiling.dump import REFUSED, USAGE, used_bytes
+from systolic.compiling.dump import FOR_GPU, REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import DataError, NotFoundError, OptionError
@@ -25,6 +25,7 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, crosses, crossing_of, parse
 from systolic.hlo.parse import check, platform_of
 from systolic.hlo.shape import HBM
+from systolic.sim.gpu_ops import add_workspaces
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
@@ -50,6 +51,7 @@ VERSIONS = {
 _STAGE = re.compile(r"\.[\w-]*after_(?:optimizations|codegen)[\w-]*\.txt$")
 _KIND = re.compile(r'platform_version: "TFRT (TPU[^"\\]*)')
 _VERSION = re.compile(r"version: TPU_VERSION_(\w+)")
+_GPU_KIND = re.compile(r'device_description_str: "([^"]*)"')
 _VARIANT = re.compile(r'variant: "(\w+)"')
 
 
@@ -62,8 +64,8 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
         given: Trips and costs that the program leaves open.
 
     Raises:
-        OptionError: the slice is no TPU, or ``given`` has a name that the program has not.
-        DataError: the file is no scheduled HLO of a TPU, is damaged, or is for another chip or number of devices.
+        OptionError: the slice is a CPU, or ``given`` has a name that the program has not.
+        DataError: the file is no scheduled HLO of the slice's kind, is damaged, or is for another chip or number of devices.
     """
     return forecast_module(path, on, given)[0]
 
@@ -92,12 +94,15 @@ def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Fore
     """The forecast of scheduled HLO text, and the module that was simulated; raises as :func:`forecast_text`."""
     begin = time.perf_counter()
     module, text = _read(path, on)
-    _check_memory(text, path, on)
+    if on.platform == "tpu":
+        _check_memory(text, path, on)
     joined = _slices(module, on)
     _check_slices(module, joined, path, on)
     target = _target(module, path, on)
     timeline = simulate(module, on, given=given)
     peak_bytes = _reported(path)
+    if on.platform == "gpu" and not peak_bytes:
+        add_workspaces(module)
     memory = memory_map(module, peak_bytes)
     forecast = assemble(
         module=module,
@@ -186,8 +191,9 @@ def _of_fewer_slices(forecast: Forecast, on: Slice, joined: int) -> Forecast:
 
 def _reported(path: Path) -> int | None:
     """Device memory by the compiler's report beside a dump; None without one."""
-    report = path.with_name(f"{_STAGE.sub('', path.name)}.{USAGE}")
-    return used_bytes(_text_of(report))
+    ending = f"gpu_{USAGE}" if path.name.endswith(FOR_GPU) else f".{USAGE}"
+    stem = path.name.removesuffix(FOR_GPU) if ending[0] != "." else _STAGE.sub("", path.name)
+    return used_bytes(_text_of(path.with_name(f"{stem}{ending}")))
 
 
 def _least(module: Module) -> int:
@@ -197,9 +203,9 @@ def _least(module: Module) -> int:
 
 def _read(path: Path, on: Slice) -> tuple[Module, str]:
     """The module of a file, and its text."""
-    if on.platform != "tpu":
+    if on.platform == "cpu":
         raise OptionError(
-            f"{on.name} is a {on.platform} slice; dumps are forecast for TPU slices only; give a recipe or a function instead"
+            f"{on.name} is a CPU, whose schedules are not simulated; give the TPU or GPU slice that the dump is for, or a recipe or a function instead"
         )
     try:
         text = path.read_text()
@@ -213,9 +219,10 @@ def _read(path: Path, on: Slice) -> tuple[Module, str]:
         raise DataError(
             f"{path} is not scheduled; dump it after compiling: compiled.as_text(), or XLA's *after_optimizations.txt"
         )
-    if (platform := platform_of(text)) != "tpu":
+    if (platform := platform_of(text)) != on.platform:
+        why = "" if platform == "tpu" else " (no array in it is tiled)"
         raise DataError(
-            f"{path} is a {platform.upper()}'s schedule (no array in it is tiled) and {on.name} is a TPU slice; compile the program for a TPU and dump that"
+            f"{path} is a {platform.upper()}'s schedule{why} and {on.name} is a {on.platform.upper()} slice; compile the program for a {on.platform.upper()} and dump that"
         )
     check(module)
     if module.num_partitions not in (1, on.num_devices, on.num_devices // on.num_slices):
@@ -274,7 +281,8 @@ def _target(module: Module, path: Path, on: Slice) -> _DumpTarget:
         DataError: by its cycles it is for a faster chip.
     """
     here = on.chip.name
-    if (generation_file := _beside(path)) is not None:
+    beside = _gpu_beside(path) if on.platform == "gpu" else _beside(path)
+    if (generation_file := beside) is not None:
         file, name = generation_file
         scheduled = f"scheduled for {name}, as {file} beside it says"
         if name == here:
@@ -284,6 +292,8 @@ def _target(module: Module, path: Path, on: Slice) -> _DumpTarget:
             doubt=f"the dump was {scheduled}, and is priced as if {here} ran it",
         )
     taken = f"the dump does not name its chip: taken as scheduled for {here}"
+    if on.platform == "gpu":
+        return _DumpTarget(notes=(taken,))
     shares = _shares(module)
     best = shares.get(here)
     if best is None:
@@ -319,6 +329,15 @@ def _beside(path: Path) -> tuple[str, str] | None:
         name = VERSIONS.get(f"{version[1]} {variant[1]}" if variant else version[1])
         return None if name is None else (arguments.name, name)
     return None
+
+
+def _gpu_beside(path: Path) -> tuple[str, str] | None:
+    """The description of its GPU that XLA dumped beside a module, and the chip that it names; None without one."""
+    stem = re.sub(r"\.sm_[^/]*$", "", path.name)
+    described = path.with_name(f"{stem}.gpu_target_config.pbtxt")
+    kind = _GPU_KIND.search(_text_of(described))
+    chip = by_device_kind(kind[1]) if kind else None
+    return None if chip is None else (described.name, chip.name)
 
 
 def _text_of(path: Path) -> str:

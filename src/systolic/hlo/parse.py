@@ -30,7 +30,10 @@ OPCODES = frozenset(
     """.split()  # noqa: SIM905 a hundred names read better in lines
 )
 """Opcodes of HLO (xla/hlo/ir/hlo_opcode.h); each may end in -start, -update or -done."""
-_GPU_MARKS = ("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config")
+_GPU_MARKS = (
+    *("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config"),
+    '"operation_queue_id"',
+)
 
 
 def parse(text: str) -> Module:

@@ -337,15 +337,15 @@ class TextReader:
     def __init__(self, steps: StepFunctions, data: Sentences) -> None:
         self.form, self._data = TextForm(steps, data), data
         # One for all texts: a file that is replaced meanwhile belongs to other weights.
-        self._tokenizer = data.get_tokenizer()
+        self.tokenizer = data.get_tokenizer()
 
     def read(self, texts: Sequence[str]) -> list[Example]:
         """Examples of some texts, cut to what the model reads."""
-        return [self.of(ids) for ids in self._data.encode(texts, self._tokenizer)]
+        return [self.of(ids) for ids in self._data.encode(texts, self.tokenizer)]
 
-    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids int32[tokens] of some texts, which can be more than :attr:`most`."""
-        return self._data.encode_whole(texts, self._tokenizer)
+    def ids(self, texts: Sequence[str], most: int | None = None) -> list[np.ndarray]:
+        """Token ids int32[tokens] of some texts, which can be more than :attr:`most` unless so many are kept."""
+        return self._data.encode_whole(texts, self.tokenizer, most)
 
     @property
     def most(self) -> int:

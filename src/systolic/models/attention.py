@@ -206,11 +206,9 @@ def attention(
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
         narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
         try:
-            attended = attend(*narrow, implementation="cudnn").astype(query.dtype)
-            return name(attended, ATTENDED)
-        except (
-            RuntimeError
-        ) as error:  # JAX asks for the library while tracing, also for another machine.
+            return name(attend(*narrow, implementation="cudnn").astype(query.dtype), ATTENDED)
+        except RuntimeError as error:
+            # JAX asks for the library while tracing, also for another machine.
             target.note(
                 f"{error} On this machine the program is built with plain attention; install systolic[cuda] to build it with cuDNN's"
             )

@@ -56,7 +56,7 @@ a Hugging Face folder or a Bundle; weights are not needed. Every layout of every
 promising are compiled by the real compiler, best first, until the best one is settled. Compiles are kept: rerun to
 continue after Ctrl-C or --time-limit.
 SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all slices of TPUs with a
-price. GPUs such as 8xh100 are ranked by a roofline, which knows the GPU's rates but not its compiler.
+price. GPUs such as 8xh100 are compiled too with the extra gpu-forecast, else ranked by a roofline.
 A recipe is planned for its train step; systolic forecast and systolic explain have --step for others. plan serve
 plans a server of a model for a demand: systolic plan serve --help shows its options.
 -- runs a JAX program of your own, unchanged, once for each slice until its step is known, and ranks the slices. The

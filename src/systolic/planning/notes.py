@@ -88,8 +88,11 @@ class ChipNotCompiled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpusByRoofline:
-    """GPUs are among the slices, and their times are rooflines."""
+class GpuTimes:
+    """GPUs are among the slices, and their times are not measured."""
+
+    simulated: bool
+    """Whether their own compiler scheduled them; else they are rooflines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +151,7 @@ PlanNote = (
     | BaseFlags
     | CorrectedTimes
     | ChipNotCompiled
-    | GpusByRoofline
+    | GpuTimes
     | PricesUnknown
     | NotCompiled
     | WallAssumed
@@ -220,7 +223,9 @@ def after_search(
     for chip in sorted({on.chip.name for on in slices} - compiled):
         notes.append(ChipNotCompiled(chip=chip, reason=_nearest_refusal(plan, chip)))
     if any(on.platform == "gpu" for on in slices):
-        notes.append(GpusByRoofline())
+        gpus = [trial for trial in plan.tried if trial.candidate.on.platform == "gpu"]
+        depths = {trial.depth for trial in gpus if trial.forecast is not None}
+        notes.append(GpuTimes(simulated=depths == {CompileDepth.schedule}))
     price = plan.goal.price
     if unknown := sorted({on.name for on in slices if plan.goal.hourly(on) is None}):
         notes.append(PricesUnknown(price=price, slices=tuple(unknown)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice
-from systolic.core.units import plural
+from systolic.core.units import Origin, plural
 from systolic.forecasting import Forecast
 from systolic.planning.analytic import Analysis, Facts
 from systolic.planning.candidate import Candidate
@@ -42,7 +42,7 @@ class CompileDepth(enum.Enum):
     schedule = "schedule"
     """Up to the schedule: memory is exact, op times are estimates."""
     roofline = "roofline"
-    """A GPU's program, priced by a roofline at any depth."""
+    """A CPU's program, and a GPU's without its compiler: priced by a roofline at any depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,11 @@ class Trial:
     @property
     def depth(self) -> CompileDepth:
         """Depth of the compile."""
-        if self.candidate.on.platform != "tpu":
+        platform, forecast = self.candidate.on.platform, self.forecast
+        if platform == "gpu" and forecast is not None:
+            assumed = forecast.memory_origin is Origin.assumed
+            return CompileDepth.roofline if assumed else CompileDepth.schedule
+        if platform != "tpu":
             return CompileDepth.roofline
         return CompileDepth.full if self.full else CompileDepth.schedule
 

@@ -90,6 +90,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
     page_size: Annotated[int, COUNT] = 64,
     pages: Annotated[int, NOT_NEGATIVE] = 0,
     kv_dtype: ServedCache = ServedCache.plain,
+    speculate: Annotated[int, Range(least=0, most=15)] = 0,
     layout: ServingLayout = ServingLayout(),  # noqa: B008 (frozen)
     precision: FORMS = "auto",
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0,
@@ -130,6 +131,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
         kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
+        speculate: Tokens to propose for a text at once, from what it says already, and to verify in one step; 0 proposes none.
         layout: Devices of each language model.
         precision: Precision of the computation. auto takes a run's own; models in files use bf16 on TPUs and GPUs and f32 on CPUs.
         delay_ms: Longest wait of a request for others to share its batch, for models without text output.
@@ -185,6 +187,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
             cache=kv_dtype,
             queued=queued,
             strict=strict,
+            speculate=speculate,
         ),
         batch=server.BatchOptions(delay_ms=delay_ms, strict=strict),
         layout=layout,

@@ -98,6 +98,16 @@ def collective_in(module: Module, held: Computation) -> tuple[Instruction, Compu
     return None
 
 
+def on_one_sparse_core(collective: Instruction) -> bool:
+    """Whether the compiler offloads it to a single SparseCore."""
+    if "use_single_sparse_core" not in collective.rest:
+        return False
+    offloads = collective.config.get("collective_offload_config", {})
+    return any(
+        isinstance(of, dict) and of.get("use_single_sparse_core") for of in offloads.values()
+    )
+
+
 def edge_seconds(seconds: float, steps: int) -> float:
     """Least seconds of the fusion that begins a gather, and of the one that ends it: one step of the ring each.
 

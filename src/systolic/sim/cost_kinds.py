@@ -9,7 +9,7 @@ from systolic.core.errors import OptionError
 from systolic.core.units import plural, si
 from systolic.hlo import Instruction
 from systolic.sim.calibration import Calibration, CostKind
-from systolic.sim.price import FEW_BYTES, OpPrice
+from systolic.sim.price import FEW_BYTES, DevicePrices, OpPrice
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
@@ -82,7 +82,7 @@ def kind_of_span(span: Span) -> CostKind | None:
     )
 
 
-def least_seconds(paid: OpPrice, rates: Rates) -> float:
+def least_seconds(paid: OpPrice, rates: DevicePrices | Rates) -> float:
     """Seconds of an op's work at the published peaks of the matrix units and of device memory.
 
     Of a kernel only the matrix work: it may touch any part of its arrays.
@@ -105,7 +105,7 @@ class PriceCorrection:
             self.held[kind][name] = None
         return self.calibration.seconds(kind, seconds, least)
 
-    def of(self, paid: OpPrice, instruction: Instruction, rates: Rates) -> OpPrice:
+    def of(self, paid: OpPrice, instruction: Instruction, rates: DevicePrices) -> OpPrice:
         """The price of an op on the core as the calibration of its kind has it."""
         kind = cost_kind(
             instruction.name,

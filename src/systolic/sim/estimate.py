@@ -7,15 +7,15 @@ for the windows at its ends. The rates are fitted to measured operations (benchm
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module, Shape
-from systolic.hlo.shape import HBM, VMEM
+from systolic.hlo.shape import HBM, VMEM, bits_of
 from systolic.sim.calibration import constant, fitted
 from systolic.sim.incomplete import PALLAS
 from systolic.sim.rates import LANES, REGISTER, SUBLANES, Rates, cores, matrix_width, vector_rate
-from systolic.sim.traffic import UPDATES, WORD_BITS, update_of
+from systolic.sim.traffic import UPDATES, WORD_BITS, passed_bytes, update_of
 from systolic.sim.work import Work
 
 OPERATIONS: Mapping[str, int] = constant("estimate.operations")
@@ -30,9 +30,10 @@ _NONE = frozenset(
 _CUT = {"slice": re.compile(r"\[(\d+):"), "pad": re.compile(r"(-?\d+)_")}
 """Ops that begin a dim at another place, and the places in their attribute."""
 _CUT_BY = {"slice": "slice", "pad": "padding"}
+_MOVED = frozenset(("copy", "transpose", "slice", "dynamic-slice", "pad", "concatenate"))
+"""Ops that loads and stores do, beside what :func:`relaid_cycles` has."""
 _LAID = ("copy", "transpose", "reshape", "reduce", *_CUT)
 
-LOADS: float = constant("estimate.loads")
 F32_OPERANDS: float = constant("estimate.f32_operands")
 """Slowdown of a matmul with an f32 operand from HBM, which is fetched and rounded again for each window of columns.
 
@@ -57,7 +58,23 @@ class VectorMemory:
     """Cycles of ops whose arrays lie in vector memory, and the latencies of what comes from device memory or goes there."""
 
     relayout_cycles: float
-    """Cycles of a register whose elements move to other lanes, rows or tiles."""
+    """Cycles of a register whose elements move to other lanes."""
+    window_cycles: float
+    """Cycles of such a register in windows of device memory."""
+    row_cycles: float
+    """Cycles of a register whose rows move to other rows or tiles."""
+    shift_cycles: float
+    """Cycles of a register whose rows begin at another lane."""
+    spread_cycles: float
+    """Cycles of a register that is filled with values which lie along the lanes of another one."""
+    loads: float
+    """Registers that a core loads in a cycle."""
+    stores: float
+    """Registers that a core stores in a cycle."""
+    fetch_cycles: float
+    """Cycles to fetch a cycle's instructions, which each call of an op does once."""
+    code_cycles: float
+    """Most cycles of an op that are instructions of their own; beyond, loops run them again."""
     read_seconds: float
     """Latency from device memory, before an op's first data are there."""
     write_seconds: float
@@ -114,6 +131,8 @@ class Parts:
     memory: float
     vector: float
     """Vector and cross-lane units."""
+    relaid: float = 0.0
+    """Vector work, of that before, which gives registers another layout."""
     ahead: float = 0.0
     """Vector work on the operands of a matmul."""
     reused: bool = False
@@ -173,15 +192,33 @@ def seconds_by_cycles(cycles: float, parts: Parts, slow: Slowdown) -> float:
 
     The compiler assumes a quarter to a half of the memory's rate for each array, and on v5p and v6e more vector
     work than chips need, so its cycles are taken where they are below :func:`estimated_seconds`: they know how a
-    shape suits the units. A matmul takes no less than its units at their best.
+    shape suits the units. A matmul takes no less than its units at their best, and a copy no less than its registers:
+    for some transposes libtpu says a tenth of the cycles that its own code takes.
     """
-    seconds = min(estimated_seconds(parts, slow), cycles)
+    seconds = max(min(estimated_seconds(parts, slow), cycles), parts.relaid)
     return max(seconds, parts.matrix, slow.memory * parts.memory) if parts.matrix else seconds
 
 
 def matrix_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of the matrix units at their peak, with what their width leaves idle."""
-    return work.matrix(matrix_width(rates.chip)) / rates.peak(work.dtype)
+    """Seconds of the matrix units at their peak, with what their width leaves idle, or of loading what they hold.
+
+    A token of a few texts meets each matrix with fewer rows than it takes cycles to load.
+    """
+    return max(
+        work.matrix(matrix_width(rates.chip)) / rates.peak(work.dtype), _loading(work, rates)
+    )
+
+
+def _loading(work: Work, rates: Rates) -> float:
+    """Seconds of loading the units' operands, where ops of the generation were measured by their windows and the catalogue has the cycles."""
+    chip = rates.chip
+    cycles = dict(chip.mxu_cycles_per_instruction)
+    kind = f"lmr_{'i' if work.dtype[0] in 'su' else 'bf'}{min(bits_of(work.dtype), 16)}"
+    if slowdown_of(chip.name).windows is None or kind not in cycles:
+        return 0.0
+    units = (chip.num_mxu_per_core or 1) * cores(rates)
+    registers = work.held / (REGISTER * WORD_BITS / 8)
+    return registers * cycles[kind] / (units * rates.clock_hz)
 
 
 def parts_of(
@@ -193,42 +230,48 @@ def parts_of(
     sparse: bool = False,
 ) -> Parts:
     """Work of an op on each unit, in seconds at the catalogue's rates; ``sparse`` where a SparseCore runs it."""
+    slow = slowdown_of(rates.chip.name)
+    near, relaid = slow.vector_memory, 0.0
+    in_registers = near is not None
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        operations = vector_operations(module, inner)
+        operations = vector_operations(module, inner, in_registers=in_registers)
         registers = lane_registers(module, inner)
         taken = _taken_in(inner)
         made = [op.shape.elements for op in inner if op.name in taken and op.opcode != "parameter"]
         reused = work.flops > 2.0 * matrix_width(rates.chip) * max(made, default=1)
         ahead = _vector_seconds(
-            vector_operations(module, inner, taken), lane_registers(module, inner, taken), rates
+            vector_operations(module, inner, taken, in_registers=in_registers),
+            lane_registers(module, inner, taken),
+            rates,
         )
     else:
         ahead, reused = 0.0, False
-        operations = _of(computation, instruction)
+        operations = _of(computation, instruction, in_registers)
         registers = _crossing(computation, instruction)
         if instruction.opcode in UPDATES:
             operations *= _updated(computation, instruction)
-    slow = slowdown_of(rates.chip.name)
     vector = _vector_seconds(operations, registers, rates)
     memory = work.bytes / rates.hbm
     shapes = computation.operand_shapes(instruction)
     reads = any(a.dims and a.bytes_in(HBM) for shape in shapes for a in shape.arrays())
     writes = instruction.shape.bytes_in(HBM) > 0
-    if slow.vector_memory is not None and not (work.flops or sparse):
+    if near is not None and not (work.flops or sparse):
         # Results of matmuls leave the matrix units in any order, and SparseCores have no registers of tiles.
-        cycles = slow.vector_memory.relayout_cycles * relaid_registers(
-            module, computation, instruction
-        )
+        cycles = relaid_cycles(module, computation, instruction, near, fetched=reads)
         relaid = cycles / rates.clock_hz
-        # Windows from device memory come row by row: 1.14 to 1.5 times their bytes (weights before a ragged matmul on TPU7x).
-        fetched = reads and instruction.opcode != "reduce"
-        vector += min(relaid, slow.memory * memory) if fetched else relaid
-        vector = max(vector, moving_cycles(computation, instruction) / rates.clock_hz)
+        vector += relaid
+        cycles = max(
+            vector * rates.clock_hz,
+            moving_cycles(module, computation, instruction, near),
+            near.spread_cycles * spread_registers(module, computation, instruction),
+        )
+        vector = (cycles + near.fetch_cycles * min(cycles, near.code_cycles)) / rates.clock_hz
     return Parts(
         matrix=matrix_seconds(work, rates),
         memory=memory,
         vector=vector,
+        relaid=relaid,
         ahead=ahead,
         reused=reused,
         f32=work.dtype == "f32" and work.passes == 1 and _fetches_f32(computation, instruction),
@@ -239,17 +282,50 @@ def parts_of(
     )
 
 
-def moving_cycles(computation: Computation, instruction: Instruction) -> float:
+def moving_cycles(
+    module: Module, computation: Computation, instruction: Instruction, near: VectorMemory
+) -> float:
     """Cycles in which operands and results that lie in vector memory pass to registers and back."""
-    loaded = sum(shape.bytes_in(VMEM) for shape in computation.operand_shapes(instruction))
-    return max(loaded / LOADS, instruction.shape.bytes_in(VMEM)) / (REGISTER * WORD_BITS / 8)
-
-
-def relaid_registers(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Registers, as many as there are tiles, of the arrays that an op or a fusion lays out in another way."""
+    operands = computation.operand_shapes(instruction)
+    held, made = sum(s.bytes_in(VMEM) for s in operands), instruction.shape.bytes_in(VMEM)
+    loaded, stored = float(held), float(made)
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        return sum(relaid_registers(module, inner, held) for held in inner)
+        loaded, stored = passed_bytes(module, computation, instruction, inner, VMEM)
+    elif instruction.opcode == "slice":
+        loaded = min(loaded, stored)
+    return max(
+        _pieces(operands) * loaded / max(held, 1) / near.loads,
+        _pieces([instruction.shape]) * stored / max(made, 1) / near.stores,
+    )
+
+
+def _pieces(shapes: Iterable[Shape]) -> float:
+    """Loads or stores of arrays in vector memory: one for each register, or for each tile of fewer rows."""
+    arrays = [a for shape in shapes for a in shape.arrays() if a.space == VMEM]
+    return sum(
+        _tiles(a)
+        if len(a.tile) > 1 and a.tile[-2] < SUBLANES
+        else a.padded_bytes / (REGISTER * WORD_BITS / 8)
+        for a in arrays
+    )
+
+
+def relaid_cycles(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    near: VectorMemory,
+    *,
+    fetched: bool = False,
+) -> float:
+    """Cycles in which an op or a fusion gives registers another layout, one for each tile of its arrays.
+
+    ``fetched`` where it reads device memory, whose windows are transposed in larger pieces.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.callee(instruction, "calls")
+        return sum(relaid_cycles(module, inner, held, near, fetched=fetched) for held in inner)
     if instruction.opcode not in _LAID:
         return 0.0
     before = next(computation.operand_shapes(instruction)[0].arrays())
@@ -260,21 +336,43 @@ def relaid_registers(module: Module, computation: Computation, instruction: Inst
         )
         at = _fastest(after)
         shifted = at < len(lanes) and int(lanes[at]) % LANES
-        return min(_tiles(before), _tiles(after)) if shifted else 0.0
-    if before.elements != after.elements or _lanes(before, instruction) == _lanes(
-        after, instruction
-    ):
+        return near.shift_cycles * min(_tiles(before), _tiles(after)) if shifted else 0.0
+    if before.elements != after.elements:
         return 0.0
-    return max(_tiles(before), _tiles(after))
+    tiles = _tiles(before), _tiles(after)
+    (lanes, rows), (new_lanes, new_rows) = (_laid(s, instruction) for s in (before, after))
+    if lanes != new_lanes:
+        return (near.window_cycles if fetched else near.relayout_cycles) * max(tiles)
+    # Copies bring together what a tile of the result holds, reshapes and sums over one row take each tile of either array.
+    registers = tiles[1] if instruction.opcode in ("copy", "transpose") else max(tiles)
+    return near.row_cycles * registers if rows != new_rows else 0.0
 
 
-def _lanes(shape: Shape, instruction: Instruction) -> tuple[int, ...]:
-    """Contents of a register: the array's fastest dims, and rows of a tile."""
-    order = shape.minor_to_major or range(len(shape.dims) - 1, -1, -1)
-    fastest = [shape.dims[dim] for dim in order if shape.dims[dim] > 1]
-    rows = shape.tile[-2] if len(shape.tile) > 1 else 1
-    count = 2 if instruction.opcode in ("copy", "transpose") else 1
-    return (min(rows, SUBLANES), *fastest[:count])
+def _laid(shape: Shape, instruction: Instruction) -> tuple[int, tuple[int, ...]]:
+    """Contents of a register along its lanes, and along its rows: the array's fastest dims, and rows of a tile."""
+    order = shape.minor_to_major or tuple(range(len(shape.dims) - 1, -1, -1))
+    lanes, *others = [shape.dims[dim] for dim in order if shape.dims[dim] > 1] or [1]
+    rows = min(shape.tile[-2] if len(shape.tile) > 1 else 1, SUBLANES)
+    if instruction.opcode in ("copy", "transpose"):
+        return lanes, (rows, *others[:1])
+    # Whole registers along the last dim stay so where it is divided.
+    whole = lanes % LANES == 0 and order[0] == len(shape.dims) - 1
+    return 0 if whole else lanes, (rows, lanes)
+
+
+def spread_registers(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Registers that the largest broadcast of an op fills along lanes with values which lie along lanes of a matrix.
+
+    These reach a register's rows one by one, while other broadcasts and operations go on.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.callee(instruction, "calls")
+        return max((spread_registers(module, inner, held) for held in inner), default=0.0)
+    if instruction.opcode != "broadcast":
+        return 0.0
+    held = next(computation.operand_shapes(instruction)[0].arrays(), None)
+    matrix = held is not None and sum(size > 1 for size in held.dims) > 1
+    return _crossing(computation, instruction) if matrix else 0.0
 
 
 def _tiles(shape: Shape) -> float:
@@ -310,12 +408,16 @@ def _taken_in(computation: Computation) -> set[str]:
 
 
 def vector_operations(
-    module: Module, computation: Computation, only: Container[str] | None = None
+    module: Module,
+    computation: Computation,
+    only: Container[str] | None = None,
+    *,
+    in_registers: bool = False,
 ) -> float:
     """Vector operations of all elementwise ops and reductions in a fusion, or of those that ``only`` names.
 
     A fusion computes what its result needs: of an op that is only sliced, the slices; of a buffer that
-    is updated in place, the update.
+    is updated in place, the update. ``in_registers`` counts what the registers hold, filled or not.
     """
     total = 0.0
     used, fresh = _used(computation), _fresh(computation)
@@ -324,9 +426,10 @@ def vector_operations(
             continue
         if instruction.opcode in ("fusion", "call"):
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
-            operations = vector_operations(module, module.callee(instruction, held))
+            callee = module.callee(instruction, held)
+            operations = vector_operations(module, callee, in_registers=in_registers)
         else:
-            operations = _of(computation, instruction)
+            operations = _of(computation, instruction, in_registers)
         total += operations * min(used.get(instruction.name, 0.0), fresh[instruction.name])
     return total
 
@@ -410,14 +513,24 @@ def _updated(computation: Computation, update: Instruction) -> float:
     return 1.0 if part is None else min(part.shape.elements / elements, 1.0)
 
 
-def _of(computation: Computation, instruction: Instruction) -> float:
+def _of(computation: Computation, instruction: Instruction, in_registers: bool) -> float:
+    """Vector operations of an instruction by elements, or by all that its registers hold."""
     opcode = instruction.opcode
     if opcode in _NONE or instruction.target == PALLAS:
         return 0.0
+    if in_registers and opcode in _MOVED:
+        return 0.0
     shapes = list(instruction.shape.arrays())
-    if opcode.startswith("reduce"):
+    if opcode.startswith("reduce") or (in_registers and opcode == "convert"):
         shapes += [a for s in computation.operand_shapes(instruction) for a in s.arrays()]
-    return max((s.elements for s in shapes), default=0) * OPERATIONS.get(opcode, 1)
+    count = _words if in_registers else lambda shape: shape.elements
+    return max(map(count, shapes), default=0) * OPERATIONS.get(opcode, 1)
+
+
+def _words(shape: Shape) -> float:
+    """Words of the registers that hold an array: 16-bit elements are two a word, but not in tiles of few rows."""
+    whole = len(shape.tile) > 1 and shape.tile[-2] >= SUBLANES
+    return REGISTER * _tiles(shape) * (0.5 if whole and 2 * shape.bits == WORD_BITS else 1.0)
 
 
 def _fastest(shape: Shape) -> int:

@@ -28,6 +28,8 @@ DIE_SHARE: float = constant("network.die_share")
 
 _ROUNDS = {"all-reduce": 2}
 """A reduce-scatter and an all-gather."""
+_RINGS = ("all-gather", "reduce-scatter")
+"""Kinds that NCCL has no other algorithm for over several switches."""
 DIES = "die"
 """Lane of collectives between the devices of one chip."""
 
@@ -37,9 +39,16 @@ Place = tuple[int, ...]
 
 Link = tuple[int, ...]
 """(x, y, z, slice, axis): the link of a chip to the next one along a torus axis."""
+LINK_SHARE: Mapping[str, Mapping[str, float]] = constant("network.switched_share")
 LINK_EFFICIENCY: float = constant("network.switched_link_efficiency")
+NET_SHARE: float = constant("network.switched_net_share")
+TCP_SECONDS: float = constant("network.switched_tcp_seconds")
+TCP_BYTES: float = constant("network.switched_tcp_bytes")
 CALL_SECONDS: float = constant("network.switched_call_seconds")
 HOP_SECONDS: float = constant("network.switched_hop_seconds")
+RING: int = constant("network.switched_ring")
+RAMP_SECONDS: float = constant("network.switched_ramp_seconds")
+RAMP_BYTES: float = constant("network.switched_ramp_bytes")
 NET_HOP_SECONDS: float = constant("network.switched_net_hop_seconds")
 
 
@@ -180,6 +189,11 @@ class Network:
             cores=len({place[3] for place in places}),
             slices=len({place[4] for place in places}),
         )
+
+    def on_sparse_core(self, cost: CollectiveCost) -> CollectiveCost:
+        """An all-gather that one SparseCore runs: no faster than that core, where its generation was measured."""
+        rate = self.rates.chip.measured_sparse_core_gather_bytes_per_second
+        return cost if rate is None else replace(cost, seconds=max(cost.seconds, cost.bytes / rate))
 
     def collective(
         self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
@@ -458,9 +472,13 @@ class Switched:
     domain: int
     """GPUs that one switch joins."""
     link: float | None
-    """Bytes/s of a GPU into that switch."""
+    """Bytes/s of a GPU into that switch, as published or, with ``shares`` empty, as measured."""
+    shares: Mapping[str, float]
+    """Share of that rate by kind of collective."""
     card: float | None
     """Bytes/s of a GPU into the network between domains."""
+    tcp: bool = False
+    """Whether that network carries TCP, as some clouds' machines have it."""
 
     def collective(
         self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
@@ -488,20 +506,32 @@ class Switched:
         size, domains, most, fewest = shape
         rounds = _ROUNDS.get(kind, 1)
         moved = rounds * whole * (size - 1) / size
-        # What comes from other domains: in a gather the GPUs of a domain share it, in an exchange
-        # each has its own.
+        # What crosses into a domain, by GPU of it. NCCL's ring of a gather or a scatter goes through every GPU, so nearly the
+        # whole array passes each domain's cards. An all-reduce is a tree of domains; in an exchange each GPU has its own.
         beyond = rounds * whole * (size - fewest) / size
+        if kind in _RINGS:
+            beyond = moved
         beyond /= 1 if kind in ("all-to-all", "ragged-all-to-all") else fewest
-        seconds = moved / self._link() if most > 1 else 0.0
+        seconds = 0.0
+        if most > 1:
+            # The switch adds what an all-reduce of the domain sends it: the array goes there and back whole.
+            added = kind == "all-reduce" and domains == 1 and bool(self.shares)
+            seconds = (rounds * whole if added else moved) / self._link(kind)
         if domains > 1:
             seconds = max(seconds, beyond / self._card())
-        hops = (most - 1) * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
+        steps = most - 1 if most <= RING else RING - 1 + 2 * math.log2(most / RING)
+        hops = steps * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
+        ramp = RAMP_SECONDS * min(moved / RAMP_BYTES, 1.0)
+        if domains > 1 and self.tcp:
+            ramp += TCP_SECONDS * min(moved / TCP_BYTES, 1.0)
         lanes = ("dcn",) if domains > 1 else ("nvlink",)
-        return CollectiveCost(seconds + rounds * hops + CALL_SECONDS, lanes, moved)
+        return CollectiveCost(seconds + rounds * hops + ramp + CALL_SECONDS, lanes, moved)
 
     def _pairs(self, pairs: Sequence[Sequence[int]], size: float) -> CollectiveCost:
         far = any(self._domain(pair[0]) != self._domain(pair[-1]) for pair in pairs)
-        rate, hop = (self._card(), NET_HOP_SECONDS) if far else (self._link(), HOP_SECONDS)
+        rate, hop = (
+            (self._card(), NET_HOP_SECONDS) if far else (self._link("all-to-all"), HOP_SECONDS)
+        )
         return CollectiveCost(
             size / rate + hop + CALL_SECONDS, ("dcn",) if far else ("nvlink",), size
         )
@@ -509,8 +539,9 @@ class Switched:
     def _domain(self, device: int) -> int:
         return device // self.domain
 
-    def _link(self) -> float:
-        return self._known(self.link, "links between the GPUs of a host")
+    def _link(self, kind: str) -> float:
+        rate = self._known(self.link, "links between the GPUs of a host")
+        return rate * self.shares.get(kind, self.shares.get("all-to-all", 1.0))
 
     def _card(self) -> float:
         return self._known(self.card, "network between its hosts")
@@ -526,14 +557,21 @@ class Switched:
 def switched(on: Slice) -> Switched:
     """The links of a GPU slice, from the catalogue."""
     chip = on.chip
-    published = chip.ici_bytes_per_second_per_link or chip.pcie_bytes_per_second_per_chip
-    link = chip.measured_ici_bytes_per_second_per_link
-    if link is None and published is not None:
-        link = published * LINK_EFFICIENCY
+    published = chip.ici_bytes_per_second_per_link
+    shares: Mapping[str, float] = {}
+    if chip.compute_capability is not None and published is not None:
+        link: float | None = published
+        shares = LINK_SHARE.get(chip.compute_capability, LINK_SHARE["all"])
+    else:
+        rate = published or chip.pcie_bytes_per_second_per_chip
+        link = chip.measured_ici_bytes_per_second_per_link
+        link = link or (None if rate is None else rate * LINK_EFFICIENCY)
     host = chip.dcn_bytes_per_second_per_host
     return Switched(
         chip=chip.name,
         domain=chip.max_pod_chips or chip.chips_per_host or on.num_chips,
         link=link,
-        card=None if host is None else host / (chip.chips_per_host or 1) * LINK_EFFICIENCY,
+        shares=shares,
+        card=None if host is None else host / (chip.chips_per_host or 1) * NET_SHARE,
+        tcp=host in dict(chip.machine_dcn_bytes_per_second).values(),
     )

@@ -1,10 +1,10 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo import Computation, Groups, Instruction, Module
 from systolic.hlo.shape import HBM
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import (
@@ -25,6 +25,7 @@ from systolic.sim.incomplete import (
     fused_calls,
 )
 from systolic.sim.kernels import KernelCost, kernel_cost
+from systolic.sim.network import CollectiveCost
 from systolic.sim.rates import Rates, cores, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
@@ -44,7 +45,7 @@ _SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "
 _CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
     {"gather", "scatter", "sort", "reduce-window", "select-and-scatter"}
-    | {"rng-bit-generator", "custom-call"}
+    | {"fft", "rng-bit-generator", "custom-call"}
 )
 _STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
 _MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
@@ -74,6 +75,29 @@ class OpPrice:
     """Format of the matmul's operands in the matrix units."""
     missing: str = ""
     """Work that the price leaves out of an op that may take longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePrices:
+    """A device of a slice, by what its ops, its copies and its collectives cost. Rates in bytes/s, one way."""
+
+    peaks: Mapping[str, float]
+    """FLOP/s by number format; ``bf16`` is there."""
+    hbm: float
+    host: float
+    """The link to the host."""
+    link: float
+    """One link to another device of the slice."""
+    turn_seconds: float
+    """One turn of a loop beside its ops."""
+    price: Callable[[Module, Computation, Instruction, bool], OpPrice | None]
+    """Price of an op, as :func:`price` has it; the last argument says whether it is offloaded to a SparseCore."""
+    collective: Callable[[str, Groups, float, float], CollectiveCost]
+    """Cost of a collective, as :meth:`systolic.sim.network.Network.collective` has it."""
+    on_sparse_core: Callable[[CollectiveCost], CollectiveCost]
+    """Cost of a collective that one SparseCore runs."""
+    between: Callable[[Instruction], float]
+    """Rate of each device that takes part in a ``send`` or ``recv`` between slices."""
 
 
 def price(

@@ -21,6 +21,9 @@ from systolic.sim.work import Work, numbers, slice_sizes, window_sizes
 
 OP_CYCLES: float = constant("rules.op_cycles")
 LANE_CYCLES: float = constant("rules.lane_cycles")
+SORT_CYCLES: float = constant("rules.sort_cycles")
+SORT_LANE_CYCLES: float = constant("rules.sort_lane_cycles")
+HALF_CYCLES: float = constant("rules.half_cycles")
 INDEX_CYCLES: float = constant("rules.index_cycles")
 UPDATE_CYCLES: float = constant("rules.update_cycles")
 TOP_K_COMPARED: float = constant("rules.top_k_compared")
@@ -77,15 +80,16 @@ def ruled(
     if held.target == TOP_K:
         return _top_k(inside, held, work, rates)
     if held.target in HALVES:
-        # A pass over both halves: what lies in device memory is read and written, what does not goes through registers.
+        # The words of both halves are taken apart or put together in registers, wherever they lie.
         shapes = [*computation.operand_shapes(instruction), instruction.shape]
         words = sum(
             math.prod(array.padded_dims) * max(array.bits, WORD_BITS) / WORD_BITS
             for shape in shapes
             for array in shape.arrays()
         )
-        seconds = words / REGISTER / (rates.clock_hz * cores(rates))
-        return _made(seconds, seconds / 2, work.bytes / rates.hbm, rates, PricedBy.halves, MEASURED)
+        least = words / REGISTER / (rates.clock_hz * cores(rates))
+        seconds = HALF_CYCLES * least
+        return _made(seconds, least / 2, work.bytes / rates.hbm, rates, PricedBy.halves, MEASURED)
     if opcode == "sort":
         return _sort(module, inside, held, work, rates)
     if opcode == "gather":
@@ -159,9 +163,9 @@ def _sort(
     compared = comparator_operations(module, sort)
     operations = stage_operations(registers / len(operands), len(operands), compared)
     stages = network_stages(size)
-    crossed = LANE_CYCLES * registers * _lane_stages(keys, dim, size)
-    passes = _passes(operands, dim, size, rates)
-    return _network(operations * stages, crossed, work.bytes * passes, rates, PricedBy.sort)
+    crossed = SORT_LANE_CYCLES * registers * _lane_stages(keys, dim, size)
+    moved = work.bytes * _passes(operands, dim, size, rates)
+    return _network(operations * stages, SORT_CYCLES, crossed, moved, rates, PricedBy.sort)
 
 
 def carries_index(computation: Computation, sort: Instruction) -> bool:
@@ -182,10 +186,12 @@ def stage_operations(registers: float, operands: int, compared: float) -> float:
     return registers * (compared / 2 + 1 + 2 * operands)
 
 
-def _network(operations: float, crossed: float, moved: float, rates: Rates, by: PricedBy) -> Ruled:
-    """Price of register operations, and of cycles that registers cross lanes."""
+def _network(
+    operations: float, cycles: float, crossed: float, moved: float, rates: Rates, by: PricedBy
+) -> Ruled:
+    """Price of register operations that take so many times their least, and of cycles that registers cross lanes."""
     least = operations * REGISTER / vector_rate(rates)
-    seconds = least * OP_CYCLES + crossed / (rates.clock_hz * cores(rates))
+    seconds = least * cycles + crossed / (rates.clock_hz * cores(rates))
     spread = UNMEASURED if crossed and by is PricedBy.sort else MEASURED
     return _made(seconds, least, moved / rates.hbm, rates, by, spread)
 
@@ -248,7 +254,7 @@ def _top_k(computation: Computation, instruction: Instruction, work: Work, rates
     stages = top_k_stages(size, kept.dims[dim])
     order = keys.minor_to_major or tuple(range(len(keys.dims) - 1, -1, -1))
     crossed = 2 * LANE_CYCLES * registers * stages if order[0] == dim else 0.0
-    return _network(operations * stages, crossed, work.bytes, rates, PricedBy.top_k)
+    return _network(operations * stages, OP_CYCLES, crossed, work.bytes, rates, PricedBy.top_k)
 
 
 # Addresses

@@ -1,7 +1,7 @@
 """The schedule in order on one core, with transfers and collectives beside it.
 
-The TensorCore runs one op after another. A ``-start`` puts its transfer on a lane (a torus axis, the
-DMA engines, the host link, the data-centre network), where transfers follow each other; its
+The TensorCore, or the compute stream of a GPU, runs one op after another. A ``-start`` puts its transfer on a lane (a torus axis, the stream of a
+GPU's collectives, the DMA engines, the host link, the data-centre network), where transfers follow each other; its
 ``-done`` waits for it. What the core waits is exposed. Loops are simulated once and repeated: a
 transfer may be under way beside a whole loop, and one that begins in a turn ends in it.
 """
@@ -22,6 +22,7 @@ from systolic.sim.asynchronous import (
     collective_in,
     edge_seconds,
     kind_of,
+    on_one_sparse_core,
     role_of,
     slowest_slice,
     started,
@@ -29,6 +30,7 @@ from systolic.sim.asynchronous import (
 )
 from systolic.sim.calibration import constant
 from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
+from systolic.sim.gpu_ops import gpu_device
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -48,8 +50,8 @@ from systolic.sim.incomplete import (
     measured,
 )
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
-from systolic.sim.price import SMALL_SECONDS, price
-from systolic.sim.rates import Rates, rates_of
+from systolic.sim.price import SMALL_SECONDS, DevicePrices, price
+from systolic.sim.rates import rates_of
 from systolic.sim.timeline import (
     ASSUMED_SPREAD,
     PricedBy,
@@ -72,14 +74,14 @@ SPARSE = "sparse"
 """The lane of what is offloaded to SparseCores."""
 
 
-def memory_seconds(timeline: Timeline, rates: Rates) -> float:
+def memory_seconds(timeline: Timeline, device: DevicePrices) -> float:
     """Seconds of device memory in a step: of each span its bytes at the rate of copies, and no more than the span takes.
 
     Transfers into the chip's vector memory run beside ops that read device memory too.
     The schedule has them on two lanes. Together they take no less than their bytes at the rate that copies reach, which binds a
     step that does little else than read weights: a token of a server.
     """
-    rate = rates.hbm * DMA_SHARE
+    rate = device.hbm * DMA_SHARE
     return sum(
         times * min(span.seconds, span.bytes / rate)
         for span, times in timeline.leaves()
@@ -119,11 +121,10 @@ def simulate(
         OptionError: the module has nothing of a name that is given, or contradicts a number of trips; or the corrections
             are of another generation.
     """
-    rates, correction = rates_of(on, flags=flags), None
+    correction = None
     if given.calibration is not None:
         check_chip(given.calibration, on)
         correction = PriceCorrection(given.calibration)
-        rates = replace(rates, host=correction.host(rates.host))
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
@@ -131,10 +132,10 @@ def simulate(
     gaps = Gaps(module, given)
     run = _Simulation(
         module=module,
-        rates=rates,
-        network=Network(on, rates, places),
+        device=_device(on, places, flags, correction),
         correction=correction,
         num_devices=len(places),
+        num_slices=on.num_slices,
         gaps=gaps,
     )
     timeline = _simulated(run, on)
@@ -151,12 +152,31 @@ def simulate(
     return timeline
 
 
+def _device(
+    on: Slice, places: Sequence[Place], flags: Sequence[str], correction: PriceCorrection | None
+) -> DevicePrices:
+    if on.platform == "gpu":
+        return gpu_device(on, [place[0] for place in places])
+    rates = rates_of(on, flags=flags)
+    network = Network(on, rates, places)
+    return DevicePrices(
+        peaks=rates.peaks,
+        hbm=rates.hbm,
+        host=rates.host if correction is None else correction.host(rates.host),
+        link=rates.link,
+        turn_seconds=TURN_SECONDS,
+        price=lambda module, held, op, sparse: price(module, held, op, rates, sparse),
+        collective=network.collective,
+        on_sparse_core=network.on_sparse_core,
+        between=network.between,
+    )
+
+
 def _simulated(run: "_Simulation", on: Slice) -> Timeline:
     """The step of the entry, and what the whole of it waits for."""
-    module, rates = run.module, run.rates
-    step = run.computation(module.entry)
+    step = run.computation(run.module.entry)
     spans, seconds = step.spans, step.seconds
-    if any(lane.startswith("dcn") for lane in step.used):
+    if on.num_slices > 1 and any(lane.startswith("dcn") for lane in step.used):
         waited = wait_for_slices(seconds, on.num_slices)
         spans = (*spans, slowest_slice(seconds, waited))
         seconds += waited
@@ -168,10 +188,10 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
         seconds=seconds,
         spans=spans,
         notes=merged(run.notes),
-        turn_seconds=TURN_SECONDS,
+        turn_seconds=run.device.turn_seconds,
         calibration=None if run.correction is None else run.correction.calibration,
     )
-    if (over := memory_seconds(timeline, rates) - seconds) > 0:
+    if (over := memory_seconds(timeline, run.device) - seconds) > 0:
         run.notes[
             "transfers beside ops that read memory too: the step takes as long as their bytes"
         ] = None
@@ -190,6 +210,7 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
             *_rule_notes(timeline),
             *_assumed_note(timeline),
             *_one_way(timeline, run.one_way),
+            *_host_note(step, seconds, on),
             *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
@@ -225,7 +246,7 @@ def _assumed_note(timeline: Timeline) -> list[str]:
     if not timeline.assumed:
         return []
     return [
-        f"{timeline.assumed / timeline.seconds:.0%} of the time is assumed, by no measurement: {SMALL_SECONDS * 1e6:g} us an op on few bytes and {TURN_SECONDS * 1e6:g} us a turn of a loop, such as one of gathers that run slice by slice; the range has {ASSUMED_SPREAD:g} times as much and as little"
+        f"{timeline.assumed / timeline.seconds:.0%} of the time is assumed, by no measurement: {SMALL_SECONDS * 1e6:g} us an op on few bytes and {timeline.turn_seconds * 1e6:g} us a turn of a loop, such as one of gathers that run slice by slice; the range has {ASSUMED_SPREAD:g} times as much and as little"
     ]
 
 
@@ -240,6 +261,20 @@ def _one_way(timeline: Timeline, names: set[str]) -> list[str]:
         return []
     return [
         f"{waited / timeline.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry or less (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+    ]
+
+
+def _host_note(step: "_Ran", seconds: float, on: Slice) -> list[str]:
+    """Note on copies of the host that count at more than twice the rate that chips copied at by themselves; none where they are few."""
+    if (measured := on.chip.measured_hbm_to_host_bytes_per_second) is None:
+        return []
+    rates = rates_of(on)
+    busiest = max((step.used.get(f"host {way}", 0.0) for way in ("in", "out")), default=0.0)
+    longer = busiest * (rates.host / measured - 1)
+    if rates.host <= 2 * measured or longer <= MUCH * seconds:
+        return []
+    return [
+        f"copies to and from the host count at {rates.host / 1e9:g} GB/s, as published steps hide them; by themselves chips copied at {measured / 1e9:g}, at which each way of these takes {duration(longer)} longer, hidden or not"
     ]
 
 
@@ -265,10 +300,10 @@ class _Ran:
 @dataclass
 class _Simulation:
     module: Module
-    rates: Rates
-    network: Network
+    device: DevicePrices
     correction: PriceCorrection | None
     num_devices: int
+    num_slices: int
     gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, _Ran] = field(default_factory=dict)
@@ -339,12 +374,15 @@ class _Order:
 
     def op(self, instruction: Instruction) -> None:
         on = self.on
-        paid = price(on.module, self.computation, instruction, on.rates, self.sparse)
+        if "callback" in instruction.target:
+            self.callback(instruction)
+            return
+        paid = on.device.price(on.module, self.computation, instruction, self.sparse)
         if paid is None:
             return
         given_seconds = on.gaps.cost(self.computation, instruction)
         if given_seconds is None and on.correction is not None:
-            paid = on.correction.of(paid, instruction, on.rates)
+            paid = on.correction.of(paid, instruction, on.device)
         if given_seconds is not None:
             paid = replace(paid, seconds=given_seconds, by=PricedBy.given, note="", missing="")
         if paid.note:
@@ -391,7 +429,11 @@ class _Order:
         if count:
             name = instruction.called("body") or ""
             body = self.on.computation(self.on.module.computations[name])
-            self.nest(instruction, replace(body, seconds=body.seconds + TURN_SECONDS), count)
+            self.nest(
+                instruction,
+                replace(body, seconds=body.seconds + self.on.device.turn_seconds),
+                count,
+            )
 
     def branch(self, instruction: Instruction) -> None:
         names, gaps = instruction.called_computations, self.on.gaps
@@ -467,7 +509,9 @@ class _Order:
     def begin(self, instruction: Instruction) -> None:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            self.collective(instruction, instruction, self.computation, beside=True)
+            # A GPU's collective that its schedule does not overlap runs among the kernels.
+            beside = '"is_sync":true' not in instruction.rest
+            self.collective(instruction, instruction, self.computation, beside=beside)
             return
         if kind in ("async", "call"):
             self.begin_async(instruction)
@@ -539,8 +583,8 @@ class _Order:
     def way(self, spaces: set[int]) -> tuple[str, Resource, float]:
         """Lane, resource and rate of a copy between memory spaces."""
         if HOST in spaces:
-            return "host", Resource.host, self.on.rates.host
-        return "dma", Resource.hbm, self.on.rates.hbm * DMA_SHARE
+            return "host", Resource.host, self.on.device.host
+        return "dma", Resource.hbm, self.on.device.hbm * DMA_SHARE
 
     def cross(self, instruction: Instruction) -> None:
         shape = instruction.shape
@@ -548,7 +592,7 @@ class _Order:
         host = "is_host_transfer=true" in instruction.rest
         if is_callback(instruction) and not answers(self.computation, instruction):
             self.callback(instruction)
-        num_slices = self.on.network.on.num_slices
+        num_slices = self.on.num_slices
         between = num_slices > 1 and crosses(instruction)
         if between:
             times, note = crossings(instruction, num_slices)
@@ -556,9 +600,9 @@ class _Order:
             if note:
                 self.on.notes[note] = None
         lane = "dcn" if between else "host" if host else "x"
-        rate = self.on.rates.host if host else self.on.rates.link
+        rate = self.on.device.host if host else self.on.device.link
         if between:
-            rate = self.on.network.between(instruction)
+            rate = self.on.device.between(instruction)
         resource = {"dcn": Resource.dcn, "host": Resource.host}.get(lane, Resource.ici)
         span = self.span(
             instruction,
@@ -603,7 +647,9 @@ class _Order:
             # (operands, results, context…): the results are the second part, or half the arrays.
             result = result.parts[1] if len(result.parts) > 1 else result
         groups = groups_of(inner, self.on.num_devices)
-        cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
+        cost = self.on.device.collective(kind, groups, float(result.bytes), float(operands))
+        if kind == "all-gather" and on_one_sparse_core(inner):
+            cost = self.on.device.on_sparse_core(cost)
         if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
             self.on.one_way.add(instruction.name)
         seconds, correction = cost.seconds, self.on.correction

@@ -45,16 +45,34 @@ def fusion_bytes(
     module: Module, computation: Computation, fusion: Instruction, inner: Computation
 ) -> float:
     """HBM bytes of a fusion that holds ``inner``."""
+    return sum(passed_bytes(module, computation, fusion, inner))
+
+
+def passed_bytes(
+    module: Module,
+    computation: Computation,
+    fusion: Instruction,
+    inner: Computation,
+    space: int = HBM,
+) -> tuple[float, float]:
+    """Bytes of a memory space that a fusion reads and writes."""
     total = 0.0
     for number, parameter in enumerate(inner.parameters):
         if number >= len(fusion.operands):
             break
         outside = computation.index.get(fusion.operands[number])
         shape = outside.shape if outside is not None else parameter.shape
-        here = float(shape.bytes_in(HBM))
+        here = float(shape.bytes_in(space))
         if here:
             total += _read(module, inner, fusion, number, here)
-    return total + sum(_written(module, inner, fusion))
+    return total, sum(_written(module, inner, fusion, space))
+
+
+def written_bytes(module: Module, instruction: Instruction) -> float:
+    """HBM bytes that an instruction writes."""
+    if instruction.opcode == "fusion":
+        return sum(_written(module, module.callee(instruction, "calls"), instruction, HBM))
+    return float(instruction.shape.bytes_in(HBM))
 
 
 def bytes_read(module: Module, inner: Computation, parameter: Instruction, size: float) -> float:
@@ -202,11 +220,13 @@ def _read(
     return min(total, size)
 
 
-def _written(module: Module, inner: Computation, fusion: Instruction) -> Iterator[float]:
-    """HBM bytes of each result."""
+def _written(
+    module: Module, inner: Computation, fusion: Instruction, space: int
+) -> Iterator[float]:
+    """Bytes of each result in a memory space."""
     shapes = list(fusion.shape.parts) if fusion.shape.parts is not None else [fusion.shape]
     for part, (shape, result) in enumerate(zip(shapes, _results(inner), strict=False)):
-        here = float(shape.bytes_in(HBM))
+        here = float(shape.bytes_in(space))
         updated = _stays(module, inner, fusion, part, result)
         yield here if updated is None else min(here, updated)
 

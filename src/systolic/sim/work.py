@@ -34,6 +34,8 @@ class Work:
     issued: tuple[float, float] = (0.0, 0.0)
     """FLOPs that matrix units of 128 and of 256 rows and columns are busy for: passes counted, and contractions
     and results that are narrower than a unit filled up."""
+    held: float = 0.0
+    """Bytes of the operands that the matrix units hold; f32 ones are loaded as bf16, once a pass."""
 
     passes: float = 1.0
     """Passes of the matmul that has most: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
@@ -84,6 +86,7 @@ def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
         flops,
         dtype=operands[0].dtype,
         issued=(narrow, wide),
+        held=operands[1].elements * min(operands[1].bits / 8, 2.0) * passes,
         passes=passes,
         padding_flops=_multiply(instruction, operands, padded=True) - flops,
     )
@@ -138,6 +141,7 @@ def _matmuls(module: Module, computation: Computation) -> Work:
                 total.flops + more.flops,
                 dtype=more.dtype if more.flops else total.dtype,
                 issued=(total.issued[0] + more.issued[0], total.issued[1] + more.issued[1]),
+                held=total.held + more.held,
                 passes=max(total.passes, more.passes),
                 vector_flops=total.vector_flops + more.vector_flops,
                 padding_flops=total.padding_flops + more.padding_flops,

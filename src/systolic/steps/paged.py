@@ -415,6 +415,21 @@ class PagedSteps:
         module = self._ends(weights)
         return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), pages
 
+    def verify(
+        self,
+        weights: ServingWeights,
+        pages: list[Any],
+        latest: jax.Array,
+        step_input: StepInput,
+        chunk: tuple[int, int],
+    ) -> tuple[jax.Array, list[Any]]:
+        """:meth:`read` of proposals, the last token of a text before each: logits f32[texts x n, vocab] after every token.
+
+        What is not accepted is overwritten by what is read next.
+        """
+        hidden, pages = self._hidden(weights, pages, latest, step_input, chunk, drafts=True)
+        return self._ends(weights).logits(hidden[:, None])[:, 0].astype(jnp.float32), pages
+
     def score(
         self,
         weights: ServingWeights,
@@ -449,6 +464,8 @@ class PagedSteps:
         latest: jax.Array,
         step_input: StepInput,
         chunk: tuple[int, int],
+        *,
+        drafts: bool = False,
     ) -> tuple[jax.Array, list[Any]]:
         rows = step_input.slots.shape[0]
         kept = jnp.where(step_input.slots >= 0, latest[step_input.slots], step_input.tokens[:rows])
@@ -457,7 +474,8 @@ class PagedSteps:
             tokens, step_input.recent, step_input.start, step_input.count, step_input.table
         )
         layers = list(zip(self._layers, weights.layers, strict=True))
-        return read(self._ends(weights), layers, reading, pages, chunk, self.cache)
+        ends = self._ends(weights)
+        return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
 
 
 def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -60,14 +60,22 @@ def jit_decode(decode: Decode, size: int) -> Any:
     )
 
 
-def jit_paged(paged: PagedSteps, shape: StepShape) -> Any:
-    """A step of an engine, jitted: (weights, pages, latest, packed input) -> (logits, pages); the pages are donated."""
+def jit_paged(paged: PagedSteps, shape: StepShape, *, drafts: bool = False) -> Any:
+    """A step of an engine, jitted: (weights, pages, latest, packed input) -> (logits, pages); the pages are donated.
+
+    Args:
+        paged: The programs.
+        shape: Of the step.
+        drafts: Whether its chunks are proposals, with logits after each token.
+    """
 
     def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
         step_input = StepInput.unpacked(packed, shape, paged.history)
-        return paged.read(weights, pages, latest, step_input, (shape.chunks, shape.length))
+        run = paged.verify if drafts else paged.read
+        return run(weights, pages, latest, step_input, (shape.chunks, shape.length))
 
-    outputs = (paged.placed_logits(shape.texts), paged.placed_pages(1))
+    rows = shape.tokens if drafts else shape.texts
+    outputs = (paged.placed_logits(rows), paged.placed_pages(1))
     return jax.jit(
         read,
         donate_argnums=1,

@@ -21,7 +21,7 @@ import psutil
 from msgspec import Struct
 
 from systolic.core.errors import DataError
-from systolic.tuning.engine import sqlalchemy
+from systolic.tuning.search import sqlalchemy
 
 TABLE = "systolic_claims"
 """Name of the table."""

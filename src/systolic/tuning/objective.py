@@ -9,8 +9,7 @@ from typing import Any
 
 from systolic.core.errors import OptionError, nearest
 from systolic.job import Evaluation, Mode
-from systolic.tuning.engine import optuna, settled
-from systolic.tuning.search import Searched, combinations
+from systolic.tuning.search import Searched, combinations, optuna, settled
 
 COSTS: Mapping[str, str] = {
     "seconds": "time of a trial's steps",

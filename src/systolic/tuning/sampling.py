@@ -8,8 +8,7 @@ from typing import Any
 
 from systolic.core.errors import OptionError
 from systolic.core.files import digest
-from systolic.tuning.engine import optuna, settled
-from systolic.tuning.search import Searched, combinations
+from systolic.tuning.search import Searched, combinations, optuna, settled
 
 STARTS = 5
 """Trials that end before the median pruner stops any."""

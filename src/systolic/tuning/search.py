@@ -4,23 +4,26 @@
 A range is of integers if the option takes integers.
 """
 
+import contextlib
 import enum
 import inspect
 import math
 import shlex
 import typing
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from decimal import Decimal
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal
 
-from systolic.core.errors import OptionError, OutOfRangeError
+from systolic.core.errors import OptionError, OutOfRangeError, extra
 from systolic.core.option_words import nearest_option
 from systolic.core.ranges import complaint, dashed, ranged
 from systolic.recipes import Recipe
-from systolic.tuning.engine import optuna
 
 FORMS = "a range such as 1..8, 128..512:64 or log:1e-4..1e-2, or choices such as 4,6,8"
 DIGITS = 4
@@ -401,3 +404,29 @@ def _type_text(kind: Any) -> str:
     if typing.get_origin(kind) in (typing.Union, UnionType, Annotated):
         return " or ".join(_type_text(part) for part in _kinds(kind) if part is not NoneType)
     return _TYPE_TEXTS.get(kind, f"no text, but a {inspect.formatannotation(kind)}")
+
+
+@cache
+def optuna() -> Any:
+    """Optuna, with its own logging off.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    with extra("systolic tune", "tune"):
+        module = import_module("optuna")
+    module.logging.set_verbosity(module.logging.ERROR)
+    return module
+
+
+@contextlib.contextmanager
+def settled() -> Generator[None]:
+    """Suppresses Optuna's warnings about experimental features; its version is pinned by an upper bound."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna().exceptions.ExperimentalWarning)
+        yield
+
+
+def sqlalchemy() -> Any:
+    """SQLAlchemy, which Optuna's storage uses."""
+    return import_module("sqlalchemy")

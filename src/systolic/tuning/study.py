@@ -23,7 +23,7 @@ from msgspec import Struct
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.tuning.claims import TABLE, Claim, Claims, TrialOutcome, is_gone
-from systolic.tuning.engine import optuna, sqlalchemy
+from systolic.tuning.search import optuna, sqlalchemy
 
 DATABASE = "study.db"
 TRIALS = "trials.json"

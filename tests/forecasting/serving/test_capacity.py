@@ -274,6 +274,9 @@ def test_floors_and_the_screen_for_a_slice(llama: ServingForecast) -> None:
     assert shown[0] == "llama-3.1-8b served on v6e-4: fits"
     assert any("as systolic serve runs it; ragged paged attention" in line for line in shown)
     assert any(line.startswith("no room for 100,000 at once") for line in shown)
+    # Hidden behind steps of 5 ms and more, and said all the same.
+    assert made.load.host_seconds == 1.2e-3
+    assert any(line.startswith("host's work of 1.2 ms a step (--host-ms)") for line in shown)
     assert max(map(len, shown)) <= 100
 
 

@@ -1,5 +1,7 @@
 """Continuous batching in steady state, and the memory of a server, against sums made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from systolic.chips import slice
@@ -121,6 +123,15 @@ def test_no_room_for_a_page() -> None:
         capacity_bytes=100, weights_bytes=90, temporary_bytes=50, page_bytes=40, page_size=16
     )
     assert (memory.num_pages, memory.concurrency(1), memory.left_bytes) == (0, 0, -40)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"), [("v6e-8", 1.2e-3), ("tpu7x-8", 1.2e-3), ("h100", 2e-4)]
+)
+def test_the_host_s_work_is_what_was_measured_unless_it_is_given(name: str, seconds: float) -> None:
+    assert LOAD.on(slice(name)).host_seconds == seconds
+    given = replace(LOAD, host_seconds=0.0)
+    assert given.on(slice(name)) is given
 
 
 def test_the_host_beside_a_step_and_after_it() -> None:

@@ -1,6 +1,6 @@
 """Small programs whose compiler output is recorded: ``python -m tests.recorded.hlo.programs [NAME …]``.
 
-Compiles each for its slice with the libtpu that is installed, and leaves NAME.hlo.gz and NAME.json here.
+Compiles each for its slice with the compiler that is installed, and leaves NAME.hlo.gz and NAME.json here.
 """
 
 import base64
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from systolic import recipes
 from systolic.chips import slice
@@ -29,12 +30,13 @@ def compiled(
     name: str,
     function: Callable[..., Any],
     *args: Any,
+    spread: Spread | None = None,
     donate: tuple[int, ...] = (),
     compiler: Compiler | None = None,
 ) -> Path:
     """Records one function; the name ends with the slice. Returns the compiler's own text."""
     on = slice(name.split("-", 1)[1])
-    program = function_program(function, args, {}, on, Spread(donate_argnums=donate))
+    program = function_program(function, args, {}, on, spread or Spread(donate_argnums=donate))
     compiler = compiler or Compiler().quick()
     outcome = compile_program(program, on, compiler)
     assert isinstance(outcome, Compiled), outcome
@@ -273,6 +275,47 @@ def decode() -> None:
     job_step("lm-decode-v5e-4", options, StepKind.decode)
 
 
+LAYERS, SEQUENCE, WIDE, DEEP, HEADS = 4, 2048, 1024, 4096, 8
+"""Sizes of the step for GPUs."""
+
+
+def gpu_block(x: jax.Array, w: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+    """Attention by cuDNN, and an MLP."""
+    heads = [(x @ w[name]).reshape(*x.shape[:2], HEADS, -1) for name in "qkv"]
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    x = x + attend(*heads).reshape(x.shape)
+    return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+
+def gpu_step(w: Mapping[str, jax.Array], x: jax.Array) -> Any:
+    """A step of gradient descent with recomputed layers, in bf16 from f32 weights."""
+
+    def loss(w: Mapping[str, jax.Array]) -> jax.Array:
+        narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
+        y, _ = jax.lax.scan(jax.checkpoint(gpu_block), x, narrow)
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    gradients = jax.grad(loss)(w)
+    return jax.tree.map(lambda a, g: a - 1e-3 * g.astype(a.dtype), w, gradients)
+
+
+def gpu_arguments() -> tuple[tuple[Any, jax.ShapeDtypeStruct], Spread]:
+    """Weights and a sequence for each of eight GPUs, and how both are spread over them."""
+    sizes = dict.fromkeys("qkv", (WIDE, WIDE)) | {"up": (WIDE, DEEP), "down": (DEEP, WIDE)}
+    w = {name: jax.ShapeDtypeStruct((LAYERS, *size), jnp.float32) for name, size in sizes.items()}
+    specs = dict.fromkeys(w, PartitionSpec(None, "devices"))
+    spread = Spread(
+        in_specs=(specs, PartitionSpec("devices")), out_specs=specs, donate_argnums=(0,)
+    )
+    return (w, jax.ShapeDtypeStruct((8, SEQUENCE, WIDE), jnp.bfloat16)), spread
+
+
+def gpu() -> None:
+    """The step for GPUs, by the compiler of the extra ``gpu-forecast``."""
+    args, spread = gpu_arguments()
+    compiled("step-8xh100", gpu_step, *args, spread=spread)
+
+
 def balanced() -> None:
     """Train step of a dense decoder, 2 layers, 8,192 tokens split over 2 devices in balanced order; schedule only."""
     options = {
@@ -312,6 +355,7 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
     "grouped": grouped,
     "decode": decode,
     "balanced": balanced,
+    "gpu": gpu,
 }
 
 if __name__ == "__main__":

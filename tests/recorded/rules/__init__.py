@@ -35,6 +35,17 @@ PROGRAMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "argsort": ("v5e-1", "lambda x: jnp.argsort(x, -1)", (f"f32[128,{N}]",)),
     "sort_unstable_tpu7x": ("tpu7x-2", "lambda x: lax.sort(x, is_stable=False)", ("s32[81920]",)),
     "argsort_tpu7x": ("tpu7x-2", "lambda x: jnp.argsort(x)", ("s32[81920]",)),
+    "sort_measured_tpu7x": (
+        "tpu7x-2",
+        "lambda x: lax.approx_max_k(x, 512, recall_target=1.0)",
+        ("f32[2048,262144]",),
+    ),
+    "sort_lanes_measured_tpu7x": (
+        "tpu7x-2",
+        "lambda x: lax.approx_max_k(x, 512, recall_target=1.0)",
+        ("f32[64,262144]",),
+    ),
+    "topk512_measured_tpu7x": ("tpu7x-2", "lambda x: lax.top_k(x, 512)", ("f32[64,262144]",)),
     "gather": ("v5e-1", "lambda t, i: t[i]", ("f32[100000000]", "s32[1000000]")),
     "gather_small": ("v5e-1", "lambda t, i: t[i]", ("f32[1000]", "s32[1000000]")),
     "gather_measured_v6e": ("v6e-1", "lambda t, i: t[i]", ("s32[65536]", "s32[65536]")),
@@ -62,6 +73,7 @@ PROGRAMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("f32[50000,4096]", "s32[8192]"),
     ),
     "fft": ("v5e-1", "jnp.fft.fft", ("c64[1024,1024]",)),
+    "fft2_measured_tpu7x": ("tpu7x-2", "jnp.fft.fft2", ("c64[100,1024,1024]",)),
     "random_bits": (
         "v5e-1",
         "lambda k: jax.random.bits(jax.random.wrap_key_data(k, impl='rbg'), (4096, 4096))",

@@ -43,7 +43,7 @@ def record(names: list[str]) -> None:
             for line in lines
             if not re.match(r"\d+ |FileNames|FunctionNames|FileLocations|StackFrames|$", line)
         ]
-        found[name] = _LEFT_OUT.sub("", "\n".join(kept))
+        found[name] = _LEFT_OUT.sub("", "\n".join(kept)).replace(",}", "}")
         print(name, len(found[name]), f"{(made.step_seconds or 0) * 1e6:.1f} us")
     SCHEDULES.write_bytes(lzma.compress(json.dumps(found, sort_keys=True).encode(), preset=9))
 

@@ -221,12 +221,26 @@ def _facts(rows: int) -> StepFacts:
     )
 
 
+class ToyReader:
+    """Bytes as ids, with one before the text and one after it."""
+
+    most = 12
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer()
+
+    def ids(self, texts: Sequence[str], most: int | None = None) -> list[np.ndarray]:
+        room = None if most is None else max(most - 2, 0)
+        return [np.array([1, *text.encode()[:room], 2], np.int32) for text in texts]
+
+
 class ToyModel:
     """A batch model of each kind, with answers that can be computed by hand."""
 
     def __init__(self, kind: ModelKind, name: str = "toy") -> None:
         self.kind, self.name, self.ready = kind, name, False
         self.labels: Sequence[str] = ()
+        self.reader = ToyReader() if kind is ModelKind.embedding else None
         self.delay_seconds = self.heartbeat_seconds = 0.0
         self.cancelled = threading.Event()
         at = (-1,)

@@ -27,7 +27,6 @@ HELLO = [{"role": "user", "content": "hello"}]
         ("completions", {}, "prompt is missing; send it"),
         ("chat/completions", {"messages": ["hi"]}, 'messages[0] is "hi"; send an object'),
         ("embeddings", {"input": "x", "encoding_format": "hex"}, 'encoding_format is "hex", which is not supported; leave it out'),
-        ("responses", {}, "/v1/responses is not served; ask /v1/chat/completions"),
     ],
 )  # fmt: skip
 def test_refusals_say_what_was_given_and_what_to_send(

@@ -434,3 +434,32 @@ def test_many_threads_submit_at_once(small):
         assert engine.scheduler.pool.in_use == 0
     finally:
         engine.stop()
+
+
+def test_no_text_ends_before_its_least_tokens(small, engine):
+    prompt = [5, 6, 7]
+    wanted, _ = small.greedy(prompt, 12)
+    end = wanted[2]
+    request = TextRequest(
+        tokens=prompt, max_tokens=12, sampling=GREEDY, stop_tokens=[end], ignore_ends=True
+    )
+    (*_, last) = plain = list(engine.submit(request))
+    assert (ids(plain), last.finish) == (wanted[:3], Finish.stop)
+
+    def held_back(logits, text):
+        if len(text) - len(prompt) < 8:
+            logits[end] = float("-inf")
+
+    (*_, last) = longer = list(engine.submit(replace(request, min_tokens=8)))
+    assert last.completion_tokens >= 8
+    assert ids(longer) == small.greedy(prompt, len(ids(longer)), held_back)[0]
+    assert end not in ids(longer)[:8]
+    # Stop strings are searched in the text of later tokens.
+    text = "".join(piece.text for piece in ask(engine, prompt, 12))
+    stop = text[0]
+    early = "".join(piece.text for piece in ask(engine, prompt, 12, stop=[stop]))
+    assert early == ""
+    (*_, last) = list(ask(engine, prompt, 12, stop=[stop], min_tokens=12))
+    assert last.finish is Finish.length
+    with pytest.raises(RefusedError, match="with the tokens that min_tokens holds back, has 301"):
+        engine.submit(replace(request, stop_tokens=range(301), min_tokens=1))

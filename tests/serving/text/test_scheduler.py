@@ -13,10 +13,10 @@ from systolic.serving.text.sequence import PENDING, Sequence
 TOKENIZER = Tokenizer()
 
 
-def sequence(number: int, tokens: list[int], most: int) -> Sequence:
+def sequence(number: int, tokens: list[int], most: int, priority: int = 0) -> Sequence:
     return Sequence(
         number=number,
-        request=TextRequest(tokens=tokens, max_tokens=most - len(tokens)),
+        request=TextRequest(tokens=tokens, max_tokens=most - len(tokens), priority=priority),
         stream=Stream(lambda _: None),
         tokenizer=TOKENIZER,
         ends=(),
@@ -87,7 +87,7 @@ def test_every_text_ends_as_it_would_alone(
         prompt = [draw.randint(0, 1) for _ in range(draw.randint(1, 12))]
         most = len(prompt) + draw.randint(1, 10)
         if scheduler.fits(most):
-            texts.append(sequence(number, prompt, most))
+            texts.append(sequence(number, prompt, most, draw.choice((-1, 0, 0, 7))))
     expected = {t.number: alone(t.tokens[: t.prompt_tokens], t.max_length) for t in texts}
     coming, ended, cancelled = list(texts), set(), set()
     flight: list[Sequence] = []
@@ -146,3 +146,25 @@ def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
     assert second.cached_tokens == 8
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]
+
+
+def test_texts_of_a_lower_priority_number_start_first_and_lose_their_pages_last() -> None:
+    pool = PagePool(num_pages=6, page_size=4)
+    scheduler = Scheduler(pool=pool, limits=StepLimits(rows=3, chunk=64, prefills=4))
+    priorities = (0, 5, 0, -1, 5)
+    texts = [
+        sequence(number, [number] * 4, 12, priority) for number, priority in enumerate(priorities)
+    ]
+    for text in texts:
+        scheduler.add(text)
+    assert [text.number for text in scheduler.waiting] == [3, 0, 2, 1, 4]
+    work = scheduler.schedule()
+    assert [text.number for text, _ in work.prefill] == [3, 0, 2]
+    for text, count in work.prefill:
+        text.read += count
+        text.tokens.append(9)
+    # Five pages for three texts that need two each: the last by rank waits again, before those that never ran.
+    work = scheduler.schedule()
+    assert [text.number for text in work.decode] == [3, 0]
+    assert [text.number for text in work.preempted] == [2]
+    assert [text.number for text in scheduler.waiting] == [2, 1, 4]

@@ -148,10 +148,10 @@ class Sentences(NoExamples):
         return self._encoded(texts, tokenizer, self.sequence)
 
     def encode_whole(
-        self, texts: Sequence[str], tokenizer: Tokenizer | None = None
+        self, texts: Sequence[str], tokenizer: Tokenizer | None = None, most: int | None = None
     ) -> "list[np.ndarray]":
-        """Ids as those of :meth:`encode`, of texts of any length."""
-        return self._encoded(texts, tokenizer, None)
+        """Ids as those of :meth:`encode`, of texts of any length, or at most ``most``."""
+        return self._encoded(texts, tokenizer, most)
 
     def _encoded(
         self, texts: Sequence[str], tokenizer: Tokenizer | None, most: int | None

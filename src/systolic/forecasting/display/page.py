@@ -120,7 +120,7 @@ def render(forecast: Forecast) -> str:
         "ops": rows(forecast, by_op(timeline)[:OPS], colours) if timeline else [],
         "legend": [*enumerate(shown), (len(shown), "everything else")] if shown else [],
         "roofline": roofline(forecast, colours),
-        "tree": None if timeline is None else tree(timeline, groups, shown),
+        "tree": None if timeline is None else tree(forecast, timeline, groups, shown),
         "percent": figures.percent,
         "plural": figures.plural,
         "duration": duration,
@@ -426,7 +426,9 @@ def _text(cost: OpCost, across: float, up: float, share: float) -> str:
     return f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
 
 
-def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) -> dict[str, Any]:
+def tree(
+    forecast: Forecast, timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]
+) -> dict[str, Any]:
     """Spans as arrays over tables of strings; times in nanoseconds from the enclosing span's start.
 
     A span is [name, opcode, start, duration, lane, colour, place, source, priced by, FLOPs, bytes],
@@ -434,6 +436,7 @@ def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) ->
     last one is everything else.
 
     Args:
+        forecast: What the step is of.
         timeline: The step.
         groups: Each place to the group whose colour it has.
         shown: Groups with a colour of their own.
@@ -443,7 +446,9 @@ def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) ->
     spans = tables.spans(timeline.spans)
     return {
         "seconds": timeline.seconds,
-        "lanes": [{"name": name, "beside": beside} for name, beside in tables.named_lanes()],
+        "lanes": [
+            {"name": name, "beside": beside} for name, beside in tables.named_lanes(forecast)
+        ],
         "texts": list(tables.texts),
         "spans": spans,
         "hidden": hidden,
@@ -476,10 +481,11 @@ class _Tables:
             key: number for number, key in enumerate([*order, *((b, "") for b in BESIDE)])
         }
 
-    def named_lanes(self) -> list[tuple[str, bool]]:
+    def named_lanes(self, forecast: Forecast) -> list[tuple[str, bool]]:
         """(name, whether it runs beside the core) of each lane."""
+        names, words = readings.lanes(forecast, BESIDE), readings.words(forecast)
         return [
-            (readings.RESOURCES[name] if lane == "core" else BESIDE.get(lane, lane), lane != "core")
+            (words[name] if lane == "core" else names.get(lane, lane), lane != "core")
             for lane, name in self.lanes
         ]
 

@@ -1,8 +1,10 @@
 """Formats the figures of a forecast, the same in the terminal and on the page."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from systolic.chips.flags import described
+from systolic.compiling.gpu_compiler import PLUGINS
 from systolic.core.units import Origin, duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
@@ -36,6 +38,8 @@ ELSEWHERE = {
     "host": "starting kernels",
 }
 """Names that differ on CPUs and GPUs."""
+GPU_LANES = {"core": "compute stream", "ici": "NVLink", "dcn": "host network"}
+"""Names of lanes that differ on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +128,11 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
 def words(forecast: Forecast) -> dict[str, str]:
     """Names of the resources on the forecast's platform."""
     return RESOURCES if forecast.on.platform == "tpu" else {**RESOURCES, **ELSEWHERE}
+
+
+def lanes(forecast: Forecast, usual: Mapping[str, str]) -> dict[str, str]:
+    """Names of the lanes on the forecast's platform; ``usual`` are those of a TPU."""
+    return {**usual, **(GPU_LANES if forecast.on.platform == "gpu" else {})}
 
 
 def interval(forecast: Forecast) -> str:
@@ -242,7 +251,7 @@ def notes(forecast: Forecast) -> list[str]:
 def compiler_text(forecast: Forecast) -> str:
     """Versions and seconds of the compile: ``libtpu 0.0.42.1, jax 0.10.2, from the store in 0.4 s``."""
     facts = forecast.compiler
-    known = [name for name in ("libtpu", "jax") if name in facts.versions]
+    known = [name for name in ("libtpu", *PLUGINS, "jax") if name in facts.versions]
     parts = [f"{name} {facts.versions[name]}" for name in known]
     if parts:
         how = "from the store in" if facts.cached else "compiled in"

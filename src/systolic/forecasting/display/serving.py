@@ -89,8 +89,8 @@ def _host(forecast: ServingForecast) -> list[Text]:
     ]
     if not rates:
         return []
-    each = duration(forecast.load.host_seconds)
-    text = f"host's work of {each} a step, assumed: beside the device above; after each step {', '.join(rates)}"
+    each = duration(forecast.load.host_seconds or 0.0)
+    text = f"host's work of {each} a step (--host-ms): beside the device above; after each step {', '.join(rates)}"
     return [Text(line) for line in textwrap.wrap(text, WIDTH)]
 
 

@@ -14,6 +14,7 @@ from systolic.core.files import write_atomically
 from systolic.core.units import plural
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import place_of
+from systolic.forecasting.display import readings
 from systolic.sim.timeline import Resource, Span, Timeline
 
 CAP = 20_000
@@ -159,14 +160,14 @@ def write_trace(forecast: Forecast, path: Path) -> None:
 
 def trace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> dict[str, Any]:
     """The trace as JSON values; times in microseconds from the start of the step."""
-    unrolled = unroll(timeline, cap)
+    unrolled, names = unroll(timeline, cap), readings.lanes(forecast, LANES)
     title = f"{forecast.recipe} on {forecast.on.name}, one device ({forecast.origin.value})"
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}
     ]
     for tid, (lane, row) in enumerate(tracks(unrolled.events), 1):
         common = {"ph": "M", "pid": 1, "tid": tid}
-        events.append({**common, "name": "thread_name", "args": {"name": LANES.get(lane, lane)}})
+        events.append({**common, "name": "thread_name", "args": {"name": names.get(lane, lane)}})
         events.append({**common, "name": "thread_sort_index", "args": {"sort_index": tid}})
         events += [_event(event, tid) for event in row]
     return {

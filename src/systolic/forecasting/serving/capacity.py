@@ -182,7 +182,7 @@ def _server(
     watch: Callable[[str], None],
 ) -> "_Server":
     check_context(job, load)
-    layout = placed(job.layout, target)
+    layout, load = placed(job.layout, target), load.on(target)
     steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
     if isinstance(steps, BatchSteps):
         steps = replace(steps, job=with_heads_for(job, layout, steps.served))
@@ -245,7 +245,7 @@ class _Server:
         held_most = memory.concurrency(self.load.tokens) // self.steps.replicas
         return ServerTimes(
             forecast=self.answer(memory, (), ()),
-            times=replace(device, host=self.load.host_seconds),
+            times=replace(device, host=self.load.host_seconds or 0.0),
             floor=self.times(floor_seconds),
             room=min(held_most, max(self.room_beside(held_most), self.fitting())),
         )
@@ -397,7 +397,7 @@ class _Server:
             self.times(floor_seconds),
         )
         assert device is not None
-        real = replace(device, host=self.load.host_seconds)
+        real = replace(device, host=self.load.host_seconds or 0.0)
         requests = count / busy
         return ServingPoint(
             concurrency=count,

@@ -410,7 +410,7 @@ class LeastServer:
         return StepTimes(
             decode={rows: self._step(rows, rows * self._context, rows) for rows in SIZES},
             chunk=self._step(reading, 0.0, flops / self.model.decode_flops(self.load.mean_context)),
-            host=self.load.host_seconds,
+            host=self.load.on(self.on).host_seconds or 0.0,
         )
 
     @property

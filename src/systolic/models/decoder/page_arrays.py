@@ -137,6 +137,19 @@ class PageRows(NamedTuple):
     """int32[rows]: how many are real."""
 
 
+class DraftRows(PageRows):
+    """Rows of tokens that begin anywhere in a page, so that each token is written by itself."""
+
+    __slots__ = ()
+
+    @property
+    def single(self) -> PageRows:
+        """The same tokens as rows of one each."""
+        length = self.positions.shape[1]
+        table, count = (jnp.repeat(part, length, axis=0) for part in (self.table, self.count))
+        return PageRows(table, self.positions.reshape(-1, 1), count)
+
+
 class PageArrays:
     """How pages lie on a platform.
 
@@ -244,6 +257,9 @@ class PageArrays:
         self, pages: LayerPages, rows: PageRows, new: tuple[jax.Array, jax.Array]
     ) -> LayerPages:
         """Pages with the keys and values of new tokens, [rows, n, kv_heads, size] each."""
+        if isinstance(rows, DraftRows):
+            rows = rows.single
+            new = jax.tree.map(lambda part: part.reshape(-1, 1, *part.shape[2:]), new)
         write = self._write_one if rows.positions.shape[1] == 1 else self._write_chunk
         scales = None
         if pages.scales is None:

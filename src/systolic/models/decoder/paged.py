@@ -30,7 +30,14 @@ from systolic.chips import usual
 from systolic.job import ServedCache, Target
 from systolic.models.attention import Logits
 from systolic.models.decoder.cache import coded
-from systolic.models.decoder.page_arrays import LayerPages, PageArrays, PageRows, narrowed, pages_at
+from systolic.models.decoder.page_arrays import (
+    DraftRows,
+    LayerPages,
+    PageArrays,
+    PageRows,
+    narrowed,
+    pages_at,
+)
 
 if TYPE_CHECKING:
     from systolic.models.decoder.block import DecoderBlock
@@ -285,7 +292,8 @@ class RaggedArrays:
 def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.Array:
     """Pages [pages, page_size, 2 x rows, width] with the rows of new tokens [tokens, 2 x rows, width]."""
     size, first = pages.shape[1], 0
-    for group in groups:
+    for rows in groups:
+        group = rows.single if isinstance(rows, DraftRows) else rows
         count, length = group.positions.shape
         own = new[first : first + count * length]
         first += count * length
@@ -313,13 +321,15 @@ def write_scales(pages: RaggedPages, groups: Sequence[PageRows], new: jax.Array)
         count, length = group.positions.shape
         own = new[first : first + count * length]
         first += count * length
-        if length == 1:
-            place, offset = jnp.divmod(group.positions[:, 0], size)
-            page = pages_at(group.table, place[:, None])[:, 0]
-            wide = jnp.tile(own, (1, -(-lanes.size // each)))[:, : lanes.size]
-            mine = (lanes == offset[:, None]).reshape(count, *kept)
-            block = jnp.where(mine, wide.reshape(count, *kept), scales[page])
-            scales = scales.at[page].set(block)
+        if length == 1 or isinstance(group, DraftRows):
+            # One after another, since tokens of a text lie in the same page.
+            for at in range(length):
+                place, offset = jnp.divmod(group.positions[:, at], size)
+                page = pages_at(group.table, place[:, None])[:, 0]
+                wide = jnp.tile(own[at::length], (1, -(-lanes.size // each)))[:, : lanes.size]
+                mine = (lanes == offset[:, None]).reshape(count, *kept)
+                block = jnp.where(mine, wide.reshape(count, *kept), scales[page])
+                scales = scales.at[page].set(block)
             continue
         number = -(-length // size)
         own = jnp.pad(
@@ -534,6 +544,8 @@ def read(
     pages: Sequence[AnyPages],
     chunk: tuple[int, int],
     cache: ServedCache = ServedCache.plain,
+    *,
+    drafts: bool = False,
 ) -> tuple[jax.Array, list[Any]]:
     """Runs tokens over the pages of their rows, with theirs in them.
 
@@ -544,12 +556,13 @@ def read(
         pages: Of each layer.
         chunk: How many chunks there are, and tokens of each; (0, 0) for decode rows alone.
         cache: Format of the pages.
+        drafts: Whether the chunks are proposals for texts, which begin anywhere in a page.
 
     Returns:
         Input of the output matrix, [tokens, d_model], and the pages.
     """
     rows = reading.start.shape[0] - chunk[0]
-    groups = _groups(reading, rows, chunk)
+    groups = _groups(reading, rows, chunk, DraftRows if drafts else PageRows)
     positions = jnp.concatenate([group.positions.reshape(-1) for group in groups])
     # int32[tokens]: 1 for those that are no padding.
     inside = jnp.arange(chunk[1]) < reading.count[rows:, None]
@@ -570,7 +583,8 @@ def read(
         written.append(own)
         attended = block.answer(weighted[:, None].astype(x.dtype))
         x, _ = block.merge(x, attended, real)
-    return _spread(module.normed(x)[:, 0], real, rows, chunk), written
+    hidden = module.normed(x)[:, 0]
+    return hidden if drafts else _spread(hidden, real, rows, chunk), written
 
 
 def _finite(rows: Any) -> tuple[Any, jax.Array]:
@@ -594,7 +608,9 @@ def _spread(hidden: jax.Array, real: jax.Array, rows: int, chunk: tuple[int, int
     return hidden.at[rows:].set(jnp.where(lost[:, None], jnp.nan, hidden[rows:]))
 
 
-def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[PageRows]:
+def _groups(
+    reading: Reading, rows: int, chunk: tuple[int, int], kind: type[PageRows]
+) -> list[PageRows]:
     """Decode rows and chunks, as far as there are any."""
     chunks, length = chunk
     groups = []
@@ -603,5 +619,5 @@ def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[PageRow
         groups.append(PageRows(reading.table[:rows], positions, reading.count[:rows]))
     if chunks:
         positions = reading.start[rows:, None] + jnp.arange(length)
-        groups.append(PageRows(reading.table[rows:], positions, reading.count[rows:]))
+        groups.append(kind(reading.table[rows:], positions, reading.count[rows:]))
     return groups

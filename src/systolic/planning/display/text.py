@@ -20,7 +20,7 @@ from systolic.planning.notes import (
     CorrectedTimes,
     FirstFit,
     FullCompileRatio,
-    GpusByRoofline,
+    GpuTimes,
     NoAnswer,
     NotCompiled,
     OwnWork,
@@ -98,7 +98,9 @@ def text(note: PlanNote) -> str:
         case ChipNotCompiled():
             why = note.reason or "the search ended before it came to one"
             return f"no slice of {note.chip} was compiled; {why}"
-        case GpusByRoofline():
+        case GpuTimes():
+            if note.simulated:
+                return "GPUs are compared by the schedules of XLA's GPU compiler: time within about 35 %, kernels assumed"
             return "GPUs are compared by a roofline of their partitioned program: time within about 35 %, memory estimated"
         case PricesUnknown():
             more = " …" if len(note.slices) > NAMED else ""

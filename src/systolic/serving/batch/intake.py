@@ -47,6 +47,8 @@ class Intake(ABC):
     """Whether reading takes time: files are decoded, texts become tokens."""
     alone: int | None = None
     """Examples of every request, where a batch may hold no more than one request; None where requests share batches."""
+    reader: TextReader | None = None
+    """Reader of texts; None for other models."""
 
     def __init__(self, limits: InputLimits) -> None:
         self.limits = limits
@@ -246,7 +248,8 @@ class TextIntake(Intake):
 
     def __init__(self, reader: TextReader, vocab: int, limits: InputLimits) -> None:
         super().__init__(limits)
-        self.form, self._reader, self._vocab = reader.form, reader, vocab
+        self.form, self.reader, self._vocab = reader.form, reader, vocab
+        self._reader = reader
         self.inputs = (ArraySpec(name="text", dtype=BYTES, shape=(ANY,)),)
 
     def count(self, inputs: Inputs) -> int:

@@ -363,6 +363,11 @@ class DynamicBatches:
         return self._intake.labels
 
     @property
+    def reader(self) -> TextReader | None:
+        """Its tokenizer's side; None for a model that reads no texts."""
+        return self._intake.reader
+
+    @property
     def traffic(self) -> Traffic:
         """Traffic so far, for the choice of buckets at the next start."""
         return self._workers.recorder.traffic

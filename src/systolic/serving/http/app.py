@@ -21,9 +21,17 @@ from systolic.core.errors import SystolicError
 from systolic.serving.http import inference, listing, tensorflow
 from systolic.serving.http.chat import ChatFields, chat_completions
 from systolic.serving.http.completions import CompletionFields, completions
-from systolic.serving.http.embeddings import EmbeddingFields, embeddings
+from systolic.serving.http.embeddings import (
+    EmbeddingFields,
+    RerankFields,
+    ScoreFields,
+    embeddings,
+    rerank,
+    score,
+)
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
+from systolic.serving.http.responses_api import ResponseFields, responses
 from systolic.serving.http.state import CONTEXT, RequestContext, ServerState, new_id, too_large
 from systolic.serving.http.telemetry import EventLog, Traces
 from systolic.serving.http.transcriptions import FORMATS, transcriptions
@@ -112,7 +120,16 @@ PATHS: Sequence[Path] = (
     ),
     Path("POST", "/v1/completions", completions, "Continues texts", CompletionFields),
     Path("POST", "/v1/chat/completions", chat_completions, "Answers chats", ChatFields),
+    Path("POST", "/v1/responses", responses, "Answers chats, as items", ResponseFields),
     Path("POST", "/v1/embeddings", embeddings, "Vectors of texts", EmbeddingFields),
+    *(
+        Path("POST", path, score, "Scores of pairs of texts", ScoreFields)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Path("POST", path, rerank, "Documents by a query, best first", RerankFields)
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
     Path("POST", "/v1/audio/transcriptions", transcriptions, "Speech to text", FORM),
     Path("POST", "/tokenize", listing.tokenize, "Ids of a text", listing.TokenizeFields),
     Path("POST", "/detokenize", listing.detokenize, "Text of ids", listing.DetokenizeFields),
@@ -216,8 +233,6 @@ async def _answer(request: Request, error: Exception) -> Response:
         allow = (error.headers or {}).get("Allow")
         messages = {404: "there is no such path", 405: f"the path takes {allow}"}
         message = messages.get(error.status_code, str(error.detail))
-        if request.url.path == "/v1/responses":
-            message = "/v1/responses is not served; ask /v1/chat/completions"
         problem = ProblemError(status=error.status_code, message=message, allow=allow)
     elif isinstance(error, ClientDisconnect):
         problem = ProblemError(status=499, message="the client left")

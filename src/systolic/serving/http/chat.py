@@ -35,7 +35,7 @@ from systolic.serving.http.responses import (
     token_ids,
     whole,
 )
-from systolic.serving.http.state import RequestContext, ServerState, new_id
+from systolic.serving.http.state import RequestContext, ServerState, new_id, usage
 from systolic.serving.registry import ServedText
 from systolic.serving.text.request import AnswerStream, Finish, Logprob, TextOutput, TextRequest
 
@@ -279,11 +279,12 @@ def rendered(
     served: ServedText,
     messages: Sequence[Mapping[str, Any]],
     *,
+    answer: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
     documents: Sequence[Mapping[str, Any]] = (),
     names: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a chat up to where the model answers.
+    """The text of a chat, by default up to where the model answers.
 
     Raises:
         ProblemError: the model knows no chat, or its template refuses the messages.
@@ -302,7 +303,7 @@ def rendered(
         )
     try:
         return served.template.render(
-            messages, answer=True, tools=tools, documents=documents, names=names or {}
+            messages, answer=answer, tools=tools, documents=documents, names=names or {}
         )
     except SystolicError as error:
         raise bad(str(error), "messages") from error
@@ -393,9 +394,10 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     fields = await read(request, ChatFields)
     fields.check()
     served, context = state.text(request, fields.model), RequestContext.of(request)
-    requests, forced = await _requests(fields, served, context, state)
+    requests, forced = await chat_requests(fields, served, context, state)
     context.answer("chatcmpl")
-    writers = [_ChatWriter(fields, served, context, n, forced) for n in range(len(requests))]
+    numbered = enumerate(requests)
+    writers = [ChatWriter(fields, served, context, n, forced, len(r.tokens)) for n, r in numbered]
     streams = submit(served.engine, requests, context)
     if fields.stream:
         return await streamed(request, _events(fields, context, streams, writers))
@@ -407,7 +409,7 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     return Response(encode(answer), media_type="application/json")
 
 
-async def _requests(
+async def chat_requests(
     fields: ChatFields, served: ServedText, context: RequestContext, state: ServerState
 ) -> tuple[list[TextRequest], ForcedCall | None]:
     """The engine's requests, one for each choice, and how their answers have to begin."""
@@ -438,6 +440,7 @@ async def _requests(
         context.prompt = text
     tokens = await token_ids(served.tokenizer, text, special=False)
     field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    tokens = fields.truncated(tokens, fields.most, served.engine.context)
     most = room(len(tokens), fields.most, served.engine.context, "messages", field)
     requests = [
         fields.text_request(
@@ -464,7 +467,7 @@ async def _events(
     fields: ChatFields,
     context: RequestContext,
     streams: Sequence[AnswerStream],
-    writers: "Sequence[_ChatWriter]",
+    writers: "Sequence[ChatWriter]",
 ) -> AsyncIterator[bytes]:
     last: dict[int, TextOutput] = {}
     async with aclosing(merged(streams, context)) as outputs:
@@ -477,12 +480,12 @@ async def _events(
     ended = [last[number] for number in sorted(last)]
     context.finish = ",".join(sorted({output.finish.value for output in ended if output.finish}))
     usage = context.count(ended, len(streams))
-    if fields.stream_options is not None and fields.stream_options.include_usage:
+    if fields.counts_usage:
         yield event(context.body("chat.completion.chunk", [], usage=usage))
     yield DONE
 
 
-class _ChatWriter:
+class ChatWriter:
     """Writes one choice as JSON, whole or in events.
 
     Args:
@@ -491,6 +494,7 @@ class _ChatWriter:
         context: Of the request.
         number: Which choice.
         forced: How its answer begins.
+        prompt_tokens: Of its prompt.
     """
 
     def __init__(
@@ -500,7 +504,9 @@ class _ChatWriter:
         context: RequestContext,
         number: int,
         forced: ForcedCall | None,
+        prompt_tokens: int,
     ) -> None:
+        self._prompt_tokens, self._written = prompt_tokens, 0
         self._fields, self._served, self._context, self._index = fields, served, context, number
         tools = fields.used_tools(served)
         self._reader: CallReader | None = None
@@ -519,16 +525,16 @@ class _ChatWriter:
 
     def choice(self, output: TextOutput) -> dict[str, Any]:
         """The whole choice."""
-        said, calls = self._split(output, last=True)
+        said, calls = self.split(output, last=True)
         reason = "stop" if output.finish is None else output.finish.value
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if calls:
             message["content"] = said.strip() or None
-            message["tool_calls"] = [call.body(short=self._short_ids) for call in calls]
+            message["tool_calls"] = [call.body(short=self.short_ids) for call in calls]
             reason = "tool_calls" if reason == "stop" else reason
         logprobs = None
         if self._fields.logprobs:
-            logprobs = self._logprobs(output.token_ids, output.logprobs)
+            logprobs = self.logprobs(output.token_ids, output.logprobs)
         return {
             "index": self._index,
             "message": message,
@@ -542,14 +548,15 @@ class _ChatWriter:
         if not self._begun:
             self._begun = True
             written += self._event({"role": "assistant", "content": ""})
-        said, calls = self._split(output, last=finish is not None)
+        self._written += len(output.token_ids)
+        said, calls = self.split(output, last=finish is not None)
         if self._fields.logprobs:
             self._ids += output.token_ids
             self._likely += output.logprobs
         if said or self._ids:
             written += self._event({"content": said}, logprobs=True)
         for call in calls:
-            body = call.body(self._calls, short=self._short_ids)
+            body = call.body(self._calls, short=self.short_ids)
             written += self._event({"tool_calls": [body]})
             self._calls += 1
         if finish is not None:
@@ -557,7 +564,7 @@ class _ChatWriter:
             written += self._event({}, finish="tool_calls" if called else finish.value)
         return written
 
-    def _split(self, output: TextOutput, *, last: bool) -> tuple[str, list[ToolCall]]:
+    def split(self, output: TextOutput, *, last: bool) -> tuple[str, list[ToolCall]]:
         """Text and calls that are certain now."""
         if self._reader is None:
             return output.text, []
@@ -572,7 +579,7 @@ class _ChatWriter:
     ) -> bytes:
         written = None
         if logprobs and self._fields.logprobs:
-            written = self._logprobs(self._ids, self._likely)
+            written = self.logprobs(self._ids, self._likely)
             self._ids, self._likely = [], []
         choice = {
             "index": self._index,
@@ -580,15 +587,18 @@ class _ChatWriter:
             "logprobs": written,
             "finish_reason": finish,
         }
-        return event(self._context.body("chat.completion.chunk", [choice]))
+        counted = self._fields.counts_events
+        more = {"usage": usage(self._prompt_tokens, self._written)} if counted else {}
+        return event(self._context.body("chat.completion.chunk", [choice], **more))
 
     @property
-    def _short_ids(self) -> bool:
+    def short_ids(self) -> bool:
         """Whether the template takes back ids of calls of nine characters alone."""
         template = self._served.template
         return template is not None and takes_of(template.chosen(tools=True)).short_ids
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    def logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        """``logprobs`` of some tokens."""
         words = vocabulary_of(self._served.tokenizer)
         write = self._fields.written(words)
 

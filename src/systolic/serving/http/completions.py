@@ -9,6 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room, vocabulary_of
 from systolic.serving.http.responses import (
     DONE,
@@ -20,7 +21,7 @@ from systolic.serving.http.responses import (
     submit,
     whole,
 )
-from systolic.serving.http.state import RequestContext, ServerState
+from systolic.serving.http.state import RequestContext, ServerState, usage
 from systolic.serving.registry import ServedText
 from systolic.serving.text.request import AnswerStream, Logprob, TextOutput, TextRequest
 
@@ -104,6 +105,7 @@ async def _requests(
         wanted = min(DEFAULT_TOKENS, max(length - len(tokens), 1))
         if fields.max_tokens is not None:
             wanted = max(fields.max_tokens, 1)
+        tokens = fields.truncated(tokens, fields.max_tokens, length)
         new = room(len(tokens), wanted, length, "prompt", "max_tokens")
         for number in range(fields.n or 1):
             choice = fields.text_request(
@@ -129,19 +131,19 @@ async def _prompts(prompt: str | list[Any], served: ServedText) -> list[list[int
         if isinstance(part, str):
             tokens.append(await opening_ids(served.tokenizer, part))
         elif isinstance(part, list):
-            tokens.append(checked_ids(part, served, "prompt"))
+            tokens.append(checked_ids(part, served.tokenizer, "prompt"))
         else:
             raise bad("prompt mixes token ids and texts; send several lists of ids", "prompt")
     return tokens
 
 
-def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]:
+def checked_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str) -> list[int]:
     """Token ids of a request.
 
     Raises:
         ProblemError: one is no token of the model.
     """
-    size = served.tokenizer.vocab_size
+    size = tokenizer.vocab_size
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
         raise bad(f"{param} has the id {wrong}; the model's are 0 to {size - 1}", param)
@@ -163,11 +165,12 @@ async def _events(
                 choice["finish_reason"] = output.finish.value
             elif not choice["text"] and choice["logprobs"] is None:
                 continue
-            yield event(context.body("text_completion", [choice]))
+            more = {"usage": writers[number].usage} if fields.counts_events else {}
+            yield event(context.body("text_completion", [choice], **more))
     ended = [last[number] for number in sorted(last)]
     context.finish = _finishes(ended)
     usage = context.count(ended, fields.n or 1, only_prompts=fields.max_tokens == 0)
-    if fields.stream_options is not None and fields.stream_options.include_usage:
+    if fields.counts_usage:
         yield event(context.body("text_completion", [], usage=usage))
     yield DONE
 
@@ -186,8 +189,13 @@ class _ChoiceWriter:
         self, fields: CompletionFields, served: ServedText, number: int, prompt: Sequence[int]
     ) -> None:
         self._fields, self._served, self._index, self._prompt = fields, served, number, prompt
-        self._offset = 0
+        self._offset = self._written = 0
         self._echo = bool(fields.echo)
+
+    @property
+    def usage(self) -> dict[str, object]:
+        """Numbers of the choice's tokens so far."""
+        return usage(len(self._prompt), 0 if self._fields.max_tokens == 0 else self._written)
 
     def all(self, output: TextOutput) -> dict[str, Any]:
         """The whole choice."""
@@ -197,6 +205,7 @@ class _ChoiceWriter:
     def part(self, output: TextOutput) -> dict[str, Any]:
         """The next part of it."""
         ids, logprobs, text = output.token_ids, output.logprobs, output.text
+        self._written += len(ids)
         if self._fields.max_tokens == 0:
             ids, logprobs, text = (
                 [],

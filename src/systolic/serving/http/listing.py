@@ -2,19 +2,23 @@
 
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.http.chat import checked_messages, rendered
 from systolic.serving.http.completions import checked_ids
-from systolic.serving.http.protocol import bad, encode, read
+from systolic.serving.http.protocol import bad, encode, read, refuse
 from systolic.serving.http.responses import off_loop, token_ids
 from systolic.serving.http.state import ServerState
-from systolic.serving.registry import Served, ServedText
+from systolic.serving.registry import Served, ServedBatch, ServedText
+
+if TYPE_CHECKING:
+    from systolic.inference.predictor import TextReader
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -86,8 +90,16 @@ class TokenizeFields(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    """Whether a chat ends where the answer begins; default: it does."""
+    add_special_tokens: bool | None = None
+    """Whether a text begins with what starts a prompt; default: a text does, and a chat does not, whose template writes it."""
+    return_token_strs: bool | None = None
+    # Known and not carried out.
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
 
 
 class DetokenizeFields(Struct, kw_only=True):
@@ -100,31 +112,63 @@ class DetokenizeFields(Struct, kw_only=True):
 async def tokenize(request: Request, state: ServerState) -> Response:
     """``POST /tokenize``."""
     fields = await read(request, TokenizeFields)
-    served = state.text(request, fields.model)
+    served = state.use(request, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise bad("send either prompt or messages", "prompt")
-    if fields.prompt is not None:
-        text, special = fields.prompt, fields.add_special_tokens
-    else:
-        messages = checked_messages(fields.messages or [], served)
-        text, special = rendered(served, messages), False
-    ids = await token_ids(served.tokenizer, text, special=special)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": served.engine.context,
-        "tokens": ids,
-    }
+    for name in ("continue_final_message", "chat_template"):
+        if value := getattr(fields, name):
+            refuse(name, value)
+    text, special = fields.prompt, fields.add_special_tokens
+    if text is None:
+        if isinstance(served, ServedBatch):
+            raise bad(f"{served.name} knows no chat; send prompt", "messages")
+        text = rendered(
+            served,
+            checked_messages(fields.messages or [], served),
+            answer=fields.add_generation_prompt is not False,
+            tools=fields.tools or (),
+            names=fields.chat_template_kwargs or {},
+        )
+        special = bool(special)
+    tokenizer, most, ids = await _encoded(served, text, special is not False)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": most, "tokens": ids}
     if fields.return_token_strs:
-        answer["token_strs"] = [served.tokenizer.token(token) for token in ids]
+        answer["token_strs"] = [tokenizer.token(token) for token in ids]
     return json_response(answer)
+
+
+def _reader(served: ServedBatch) -> "TextReader":
+    """The reader of a model.
+
+    Raises:
+        ProblemError: it reads no texts.
+    """
+    if served.model.reader is None:
+        kind = served.model.kind.value
+        raise bad(f"{served.name} is a model of kind {kind} and reads no texts", "model")
+    return served.model.reader
+
+
+async def _encoded(served: Served, text: str, special: bool) -> tuple[Tokenizer, int, list[int]]:
+    """The tokenizer of a model, the tokens that it takes, and those of a text."""
+    if isinstance(served, ServedText):
+        ids = await token_ids(served.tokenizer, text, special=special)
+        return served.tokenizer, served.engine.context, ids
+    reader = _reader(served)
+    if not special:
+        return reader.tokenizer, reader.most, await token_ids(reader.tokenizer, text, special=False)
+    (around,) = await off_loop(len(text), lambda: reader.ids([text]))
+    return reader.tokenizer, reader.most, around.tolist()
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:
     """``POST /detokenize``."""
     fields = await read(request, DetokenizeFields)
-    served = state.text(request, fields.model)
-    ids = checked_ids(fields.tokens, served, "tokens")
-    text = await off_loop(len(ids) * 4, lambda: served.tokenizer.decode(ids))
+    served = state.use(request, fields.model)
+    own = served if isinstance(served, ServedText) else _reader(served)
+    tokenizer = own.tokenizer
+    ids = checked_ids(fields.tokens, tokenizer, "tokens")
+    text = await off_loop(len(ids) * 4, lambda: tokenizer.decode(ids))
     return json_response({"prompt": text})
 
 

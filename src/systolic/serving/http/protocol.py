@@ -73,19 +73,19 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Top = Annotated[int, Meta(ge=0, le=20)]
+Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""Tokens of a prompt that are kept; -1 keeps as many as the model takes."""
 STOPS = 16
 """Stop strings of a request."""
 LONGEST_STOP = 1024
 """Characters of a stop string; so much of a stream can be held back."""
 UNSUPPORTED = (
     "suffix",
-    "min_tokens",
     "guided_json",
     "guided_regex",
     "guided_choice",
     "guided_grammar",
     "structured_outputs",
-    "truncate_prompt_tokens",
     "prompt_embeds",
     "allowed_token_ids",
     "bad_words",
@@ -187,7 +187,7 @@ class Dialect(Enum):
     @classmethod
     def of(cls, path: str) -> "Dialect":
         """The dialect of a path."""
-        if path == "/v2" or path.startswith("/v2/"):
+        if path == "/v2" or (path.startswith("/v2/") and path != "/v2/rerank"):
             return cls.plain
         rest = path.removeprefix("/v1/models/")
         own = rest != path and (":" in rest or "/versions/" in rest or "/labels/" in rest)
@@ -390,18 +390,19 @@ class TextFields(Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     stop_token_ids: list[Whole] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Whole | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     return_tokens_as_token_ids: bool | None = None
     """Whether ``logprobs`` name tokens by their ids, which no two of them share."""
     # Known and not carried out.
     response_format: dict[str, Any] | None = None
-    min_tokens: int | None = None
     best_of: int | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
-    truncate_prompt_tokens: int | None = None
     prompt_embeds: Any = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -483,6 +484,53 @@ class TextFields(Struct, kw_only=True):
             bias[int(name)] = value
         return bias
 
+    @property
+    def counts_usage(self) -> bool:
+        """Whether a stream ends with the numbers of its tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_events(self) -> bool:
+        """Whether every event of a stream has the numbers of tokens so far."""
+        options = self.stream_options
+        return self.counts_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def truncated(self, tokens: list[int], wanted: int | None, context: int) -> list[int]:
+        """The last tokens of a prompt, as many as the request keeps.
+
+        Args:
+            tokens: Of the whole prompt.
+            wanted: New tokens; None takes what is left, at least one.
+            context: Tokens of prompt and answer together.
+
+        Raises:
+            ProblemError: the request keeps more than the model takes.
+        """
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return tokens
+        most = max(context - max(wanted or 1, 1), 0)
+        if kept > most:
+            raise bad(
+                f"truncate_prompt_tokens is {kept}, and {most} tokens fit beside {max(wanted or 1, 1)} new ones; ask for {most} or less",
+                "truncate_prompt_tokens",
+            )
+        kept = most if kept < 0 else kept
+        return tokens[-kept:] if kept else []
+
+    def least(self, max_tokens: int) -> int:
+        """New tokens before which no text ends by itself.
+
+        Raises:
+            ProblemError: it may not have as many.
+        """
+        if (self.min_tokens or 0) > max_tokens:
+            raise bad(
+                f"min_tokens is {self.min_tokens}, and the answer has at most {max_tokens}; ask for {max_tokens} or less",
+                "min_tokens",
+            )
+        return self.min_tokens or 0
+
     def text_request(
         self,
         tokens: list[int],
@@ -500,6 +548,8 @@ class TextFields(Struct, kw_only=True):
             sampling=self.sampling(number, vocab_size),
             stop=self.stops,
             stop_tokens=self.stop_token_ids or (),
+            min_tokens=self.least(max_tokens),
+            priority=self.priority or 0,
             ignore_ends=bool(self.ignore_eos),
             logprobs=logprobs,
             deadline_seconds=deadline_seconds,

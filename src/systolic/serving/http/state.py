@@ -128,12 +128,8 @@ class RequestContext:
         self.cached_tokens = sum(output.cached_tokens for output in firsts)
         written = 0 if only_prompts else sum(output.completion_tokens for output in outputs)
         self.completion_tokens, self.examples, self.choices = written, len(firsts), choices
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        details = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+        return {**usage(prompt, written), **details}
 
     async def receive_body(self) -> Message:
         """The next part of the body, as long as it is not too large nor too slow; then the client's leaving."""
@@ -193,6 +189,12 @@ class RequestContext:
                 {"type": "http.response.start", "status": problem.status, "headers": pairs}
             )
             await self.send_answer({"type": "http.response.body", "body": raw})
+
+
+def usage(prompt: int, written: int) -> dict[str, object]:
+    """``usage`` of so many tokens, as clients read it."""
+    total = prompt + written
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": total}
 
 
 def too_large(most: int | None) -> ProblemError:

@@ -9,6 +9,8 @@ from systolic.steps.paged import StepShape
 
 Needs = Mapping[int, float]
 """How often each size is needed."""
+DRAFTED_TEXTS, DRAFTED_SIZES = 16, 3
+"""Most texts that proposals are verified for at once, and sizes of the programs: more texts fill a step by themselves."""
 POINTS = 64
 """Sizes of a histogram whose products with those of another are counted."""
 
@@ -81,6 +83,8 @@ class Buckets:
     """Expected share of padding by what is padded."""
     measured: bool
     """Whether the traffic was."""
+    drafts: int = 0
+    """Tokens that are proposed for a text at once."""
 
     @classmethod
     def of(
@@ -145,7 +149,9 @@ class Buckets:
         """The sizes and their expected padding, one line each."""
         origin = "of the traffic given" if self.measured else "assumed: no traffic was given"
         parts = (("decode rows", self.rows), ("prompt tokens", self.lengths), ("pages", self.pages))
-        lines = [f"{len(self.shapes)} programs of steps; expected padding, {origin}:"]
+        lines = [
+            f"{len(self.shapes) + len(self.drafted)} programs of steps; expected padding, {origin}:"
+        ]
         for name, sizes in parts:
             listed = ", ".join(map(str, sizes))
             lines.append(f"  {name} {listed}: {self.padding[name]:.1%}")
@@ -162,6 +168,30 @@ class Buckets:
             rows, pages = self.rows[-1], self.pages[-1]
             shapes += [StepShape(rows, 1, length, pages) for length in self.lengths]
         return tuple(sorted(shapes, key=lambda s: (s.tokens * s.pages, s), reverse=True))
+
+    @property
+    def drafted_texts(self) -> Sequence[int]:
+        """Texts of a step that verifies proposals."""
+        if not self.drafts:
+            return ()
+        counts = range(1, min(self.rows[-1], DRAFTED_TEXTS) + 1)
+        return fewest_padded({count: 1.0 / count for count in counts}, DRAFTED_SIZES)[0]
+
+    @property
+    def drafted(self) -> tuple[StepShape, ...]:
+        """Shapes of the programs that verify proposals, largest first: the last token of a text and proposals for it."""
+        shapes = [
+            StepShape(0, texts, self.drafts + 1, pages)
+            for texts in self.drafted_texts
+            for pages in self.pages
+        ]
+        return tuple(sorted(shapes, key=lambda s: (s.tokens * s.pages, s), reverse=True))
+
+    def drafted_shape(self, texts: int, pages: int) -> StepShape:
+        """The smallest program that verifies proposals for so many texts."""
+        several = self.drafted_texts
+        wide = self.pages[bisect_left(self.pages, pages)]
+        return StepShape(0, several[bisect_left(several, texts)], self.drafts + 1, wide)
 
     def shape(self, rows: int, length: int, pages: int) -> StepShape | None:
         """The smallest program for so many decode rows beside a part of a prompt; None where no program does both."""

@@ -163,11 +163,15 @@ class Engine:
             raise RefusedError(
                 f"{wrong} is no token of this model, which has {vocab}", parameter="prompt"
             )
-        bias = request.sampling.logit_bias
-        if len(bias) > BIASES:
+        biased = {*request.sampling.logit_bias}
+        if request.min_tokens:
+            biased |= {*request.stop_tokens, *(() if request.ignore_ends else self.ends)}
+        if len(biased) > BIASES:
+            what = "logit_bias" if len(request.sampling.logit_bias) > BIASES else "stop_token_ids"
+            ends = "" if what == "logit_bias" else ", with the tokens that min_tokens holds back,"
             raise RefusedError(
-                f"logit_bias has {len(bias)} tokens and at most {BIASES} are taken; leave some out",
-                parameter="logit_bias",
+                f"logit_bias{ends} has {len(biased)} tokens and at most {BIASES} are taken; leave some out",
+                parameter=what,
             )
         if not self.scheduler.fits(min(size + request.max_tokens, self.context)):
             raise RefusedError(
@@ -207,13 +211,14 @@ class Engine:
         """Schedules a step, runs it, and collects the one before; False where the loop shall end.
 
         The device computes a step while the host hands out the tokens of the one before, which are pending until then.
-        Only penalties have to know them before they choose the next.
+        Only penalties have to know them before they choose the next, and proposals before they are made and verified.
         """
         flight, self._flight = self._flight, None
         if not self._take(waits=flight is None):
             return False
         begin, compiles, waited = time.perf_counter(), COUNT.compiled, 0.0
-        if flight is not None and any(sequence.penalized for sequence in self._live.values()):
+        penalized = any(sequence.penalized for sequence in self._live.values())
+        if flight is not None and (flight.verifies or self.scheduler.proposes or penalized):
             waited, flight = self._collect(flight), None
         work = self.scheduler.schedule()
         if work:
@@ -312,8 +317,8 @@ class Engine:
                 StepFacts(
                     decode_rows=call.rows,
                     prefill_tokens=call.prompt,
-                    bucket=str(call.shape),
-                    padded_tokens=call.shape.tokens - call.rows - call.prompt,
+                    bucket=call.bucket,
+                    padded_tokens=call.padded_tokens,
                     pages_in_use=load.pages_in_use,
                     pages_total=load.pages_total,
                     running=load.running,

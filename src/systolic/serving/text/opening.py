@@ -52,6 +52,8 @@ class EngineSizes:
     """Whether a compile after the start ends the engine."""
     mixed: bool | None = None
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
+    speculate: int = 0
+    """Tokens that are proposed for a text at once, from what it says already; 0 proposes none."""
     programs: tuple[int, int, int] = (5, 3, 3)
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
 
@@ -136,7 +138,13 @@ def engine_of(
         opening.placed(time.perf_counter() - begin)
     empty = programs.empty_pages()
     pool = PagePool(num_pages=programs.pages, page_size=plan.sizes.page_size)
-    limits = StepLimits(rows=plan.sizes.rows, chunk=plan.buckets.lengths[-1], prefills=1)
+    limits = StepLimits(
+        rows=plan.sizes.rows,
+        chunk=plan.buckets.lengths[-1],
+        prefills=1,
+        drafts=plan.sizes.speculate,
+        drafted_texts=max(plan.buckets.drafted_texts, default=0),
+    )
     return Engine(
         StepRunner(programs, plan.buckets, weights, empty),
         Scheduler(pool=pool, limits=limits),
@@ -194,6 +202,7 @@ class EnginePlan:
             pages=self.wanted,
             slots=self.sizes.rows,
             shapes=self.buckets.shapes,
+            drafted=self.buckets.drafted,
             store=self.store,
         )
 
@@ -224,7 +233,9 @@ class EnginePlan:
             opening.measured(memory_of(first, pages), self.context)
         if pages == self.wanted:
             return first
-        return replace(first, pages=pages, read={}, score={}, choose={}, choose_by_all={})
+        return replace(
+            first, pages=pages, read={}, verify={}, score={}, choose={}, choose_by_all={}
+        )
 
     def kept(self) -> list[EntryCheck]:
         """Which programs are on the disk; none is compiled.
@@ -278,7 +289,7 @@ def plan_engine(
 
 def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:
     alone = steps.target.platform == "cpu"
-    return Buckets.of(
+    buckets = Buckets.of(
         sizes.traffic or TextTraffic.assumed(context),
         rows=sizes.rows,
         chunk=min(sizes.chunk, -(-context // sizes.page_size) * sizes.page_size),
@@ -288,6 +299,7 @@ def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:
         counts=sizes.programs,
         least_rows=1 if alone else LEAST_ROWS,
     )
+    return replace(buckets, drafts=sizes.speculate)
 
 
 def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:

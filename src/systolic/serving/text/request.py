@@ -72,6 +72,10 @@ class TextRequest:
     """The text ends before the first of these."""
     stop_tokens: Sequence[int] = ()
     """Ids that end the text beside those of the model."""
+    min_tokens: int = 0
+    """New tokens before which neither an end token nor a stop string ends the text."""
+    priority: int = 0
+    """Texts of a lower number run first; those of one number by age."""
     ignore_ends: bool = False
     """Goes on after the model's own end tokens; for measurements."""
     logprobs: int | None = None
@@ -107,6 +111,11 @@ class TextOutput:
     """Tokens of the prompt that were found in pages of earlier requests."""
     queried_tokens: int = 0
     """Tokens of the prompt that were looked up in the cache: none if it ended before it ran, or its prompt was scored."""
+    drafts: int = 0
+    """Steps that verified proposals."""
+    drafted_tokens: int = 0
+    """Tokens that were proposed."""
+    accepted_tokens: int = 0
     started: bool = False
     """Whether a token of it was read."""
     submitted_ns: int = 0

@@ -5,6 +5,7 @@ All programs are compiled before the first request, none after.
 
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,8 @@ CHOSEN = ChosenTokens(0, 0, 0, 0)  # ty: ignore[invalid-argument-type]
 """Structure of what a step chose."""
 Part = tuple[Sequence, int]
 """A sequence and how many tokens of its prompt it reads."""
+Choice = tuple[int, Sequence, list[int]]
+"""A row of logits, its sequence, and the tokens before the one that is chosen from it."""
 StepResult = tuple[Sequence, int, float, TopLogprobs, PromptScores | None, int]
 """Arguments of :meth:`~systolic.serving.text.sequence.Sequence.push` for a sequence, and its tokens that the step had read: of
 those that later steps read nothing is known yet."""
@@ -50,6 +53,11 @@ class TextProgram:
     key: Any
     spec: ProgramSpec
     lower: Callable[[], Any]
+
+
+def verifying(shape: StepShape) -> str:
+    """Name of the program that verifies proposals, such as ``verify 4 x 5, 16 pages``."""
+    return str(shape).replace("prefill", "verify")
 
 
 class _MadeWhenRun(dict[Any, Any]):
@@ -76,6 +84,10 @@ class Programs:
     shapes: tuple[StepShape, ...]
     read: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input) -> (logits, pages)."""
+    drafted: tuple[StepShape, ...] = ()
+    """Shapes of programs that verify proposals."""
+    verify: dict[StepShape, Any] = field(default_factory=dict)
+    """As ``read``, with logits after every token."""
     score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
     choose: dict[int, Any] = field(default_factory=dict)
@@ -102,18 +114,20 @@ class Programs:
 
     @property
     def texts(self) -> list[int]:
-        """Texts of a step, each number once and ascending."""
-        return sorted({shape.texts for shape in self.shapes})
+        """Rows of logits of a step, each number once and ascending."""
+        drafted = (shape.tokens for shape in self.drafted)
+        return sorted({*(shape.texts for shape in self.shapes), *drafted})
 
     @property
     def count(self) -> int:
         """Programs in all: steps, choices of two kinds, and the one that scores."""
-        return len(self.shapes) + 2 * len(self.texts) + 1
+        return len(self.shapes) + len(self.drafted) + 2 * len(self.texts) + 1
 
     @property
     def all(self) -> list[TextProgram]:
         """All programs, ready or not."""
         programs = [self._read(step) for step in self.shapes]
+        programs += [self._verify(step) for step in self.drafted]
         for count in self.texts:
             programs += [self._choose(count), self._choose_by_all(count)]
         return [*programs, self._score(self.scored)]
@@ -126,6 +140,7 @@ class Programs:
             # Rows of decoding gather pages of their own, so that fewer tokens can need more.
             kinds.setdefault((shape.rows > 0, shape.chunks > 0), shape)
         steps = [self._read(shape) for shape in kinds.values()]
+        steps += [self._verify(shape) for shape in self.drafted[:1]]
         return [*steps, self._score(self.scored), self._choose_by_all(self.texts[-1])]
 
     def compile(self, workers: int = 2) -> None:
@@ -153,7 +168,7 @@ class Programs:
             return
         ready = made_ready(self.store, program.spec, program.lower)
         program.where[program.key] = ready.compiled
-        places = (self.read, self.score, self.choose, self.choose_by_all)
+        places = (self.read, self.verify, self.score, self.choose, self.choose_by_all)
         self.on_compiled(
             CompileFacts(
                 bucket=program.spec.name,
@@ -176,7 +191,8 @@ class Programs:
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
-        compiled = [*self.read.values(), *self.score.values(), *self.choose_by_all.values()]
+        steps = (self.read, self.verify, self.score, self.choose_by_all)
+        compiled = [program for place in steps for program in place.values()]
         analyses = [program.memory_analysis() for program in compiled]
         # A TPU's temporaries are no peak, and a CPU's peak has no temporaries.
         own = [
@@ -188,8 +204,7 @@ class Programs:
             )
             for memory in analyses
         ]
-        texts = max(shape.texts for shape in self.shapes)
-        return int(max(own)) + texts * self.paged.vocab * 4
+        return int(max(own)) + self.texts[-1] * self.paged.vocab * 4
 
     def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
         def ints(*size: int) -> Any:
@@ -219,6 +234,12 @@ class Programs:
         arguments = self._arguments(shape)
         lowering = arguments, lambda: jit_paged(self.paged, shape).lower(*arguments)
         return self._program(str(shape), self.read, shape, lowering, (0, self._pages))
+
+    def _verify(self, shape: StepShape) -> TextProgram:
+        arguments = self._arguments(shape)
+        jitted = jit_paged(self.paged, shape, drafts=True)
+        lowering = arguments, lambda: jitted.lower(*arguments)
+        return self._program(verifying(shape), self.verify, shape, lowering, (0, self._pages))
 
     def _score(self, shape: StepShape) -> TextProgram:
         chunk = (shape.chunks, shape.length)
@@ -325,8 +346,20 @@ class ProgramCall:
     """Log-probabilities of a prompt's tokens, the position of the first and these."""
     unfinished: list[tuple[int, Sequence, int]] = field(default_factory=list)
     """The same of a prompt that is not read to its end."""
+    drafts: Seq[list[int]] = ()
+    """Proposals for each of its texts; () of a program that verifies none."""
     broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences whose settings could not be made arguments; what is chosen for them means nothing."""
+
+    @property
+    def bucket(self) -> str:
+        """Name of the program."""
+        return verifying(self.shape) if self.drafts else str(self.shape)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Positions that hold no token."""
+        return self.shape.tokens - self.rows - self.prompt - sum(map(len, self.drafts))
 
 
 @dataclass(kw_only=True)
@@ -335,6 +368,11 @@ class StepInFlight:
 
     calls: list[ProgramCall] = field(default_factory=list)
     preempted: int = 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it verifies proposals: how many tokens its texts have then is not known before."""
+        return any(call.drafts for call in self.calls)
 
 
 class StepRunner:
@@ -361,8 +399,10 @@ class StepRunner:
         """Starts a step; its sequences have read their tokens, and the next of each is pending."""
         flight = StepInFlight(preempted=len(work.preempted))
         decode, parts = work.decode, list(work.prefill)
-        mixed = self._mixed(decode, parts)
-        if mixed is not None:
+        mixed = None if work.drafts else self._mixed(decode, parts)
+        if work.drafts:
+            flight.calls.append(self._verified(decode, work.drafts))
+        elif mixed is not None:
             flight.calls.append(self._call(mixed, decode, parts.pop(0)))
         elif decode:
             shape = self.buckets.shape(len(decode), 0, self._pages_of(decode, None))
@@ -382,15 +422,22 @@ class StepRunner:
         results: list[StepResult] = []
         for call in flight.calls:
             scores = self._scores(call)
-            tokens = np.asarray(call.chosen.tokens).tolist()
+            tokens = self.chosen(call)
             logprobs = np.asarray(call.chosen.logprob).tolist()
             top = _likeliest(call.chosen) if call.chosen.top.shape[1] else None
+            if call.drafts:
+                results += _accepted(call, tokens, logprobs, top)
+                continue
             for place, sequence, read in call.sequences:
                 best = top(place) if top is not None and sequence.request.logprobs else ()
                 results.append((sequence, tokens[place], logprobs[place], best, scores, read))
             for place, sequence, read in call.unfinished:
                 results.append((sequence, PENDING, logprobs[place], (), scores, read))
         return results
+
+    def chosen(self, call: ProgramCall) -> list[int]:
+        """Tokens of each row of logits; waits for the device."""
+        return np.asarray(call.chosen.tokens).tolist()
 
     def _mixed(self, decode: list[Sequence], parts: list[Part]) -> StepShape | None:
         if not decode or not parts or parts[0][0].request.prompt_logprobs:
@@ -407,7 +454,8 @@ class StepRunner:
 
     def _call(self, shape: StepShape, decode: list[Sequence], part: Part | None) -> ProgramCall:
         """Runs one program, and moves its sequences on."""
-        packed = self._packed(shape, decode, part)
+        read = [] if part is None else [(part[0], part[0].tokens[: part[0].read + part[1]])]
+        packed = self._packed(shape, decode, read)
         scored = None
         if part is not None and part[0].request.prompt_logprobs:
             following, known = self._following(shape, part)
@@ -430,13 +478,8 @@ class StepRunner:
         ended = [(row, sequence, sequence.read) for row, sequence, _ in parts if not sequence.left]
         unfinished = [(row, s, s.read) for row, s, _ in parts if s.left]
         broken: list[tuple[Sequence, Exception]] = []
-        draw, cuts = self._choice(shape.texts, ended, broken)
-        if cuts is None:
-            chosen, self._latest = self.programs.choose[shape.texts](logits, self._latest, draw)
-        else:
-            chosen, self._latest = self.programs.choose_by_all[shape.texts](
-                logits, self._latest, draw, cuts
-            )
+        choices = [(row, sequence, sequence.tokens) for row, sequence, _ in ended]
+        chosen = self._choose(shape.texts, logits, choices, broken)
         for _, sequence, _ in ended:
             sequence.tokens.append(PENDING)
         return ProgramCall(
@@ -450,8 +493,65 @@ class StepRunner:
             broken=broken,
         )
 
-    def _packed(self, shape: StepShape, decode: list[Sequence], part: Part | None) -> np.ndarray:
-        """A step's input as one array; see :meth:`systolic.steps.paged.StepInput.unpacked`."""
+    def _verified(self, decode: list[Sequence], drafts: Seq[list[int]]) -> ProgramCall:
+        """Runs the program that verifies proposals, and moves its sequences on by the token that is certain."""
+        size = self.programs.paged.page_size
+        texts = [[*s.tokens, *draft] for s, draft in zip(decode, drafts, strict=True)]
+        pages = -(-max(map(len, texts)) // size)
+        shape = self.buckets.drafted_shape(len(decode), pages)
+        packed = self._packed(shape, [], list(zip(decode, texts, strict=True)))
+        logits, self._pages = self.programs.verify[shape](
+            self._weights, self._pages, self._latest, packed
+        )
+        choices: list[Choice] = []
+        for number, (sequence, text) in enumerate(zip(decode, texts, strict=True)):
+            known = len(sequence.tokens)
+            choices += [
+                (number * shape.length + at, sequence, text[: known + at])
+                for at in range(len(text) - known + 1)
+            ]
+        broken: list[tuple[Sequence, Exception]] = []
+        chosen = self._choose(shape.tokens, logits, choices, broken)
+        for sequence in decode:
+            sequence.read += 1
+            sequence.tokens.append(PENDING)
+        return ProgramCall(
+            shape=shape,
+            rows=len(decode),
+            prompt=0,
+            sequences=[(row, sequence, sequence.read) for row, sequence in enumerate(decode)],
+            chosen=chosen,
+            drafts=drafts,
+            broken=broken,
+        )
+
+    def _choose(
+        self,
+        rows: int,
+        logits: Any,
+        choices: list[Choice],
+        broken: list[tuple[Sequence, Exception]],
+    ) -> ChosenTokens:
+        """Chooses tokens from logits; arguments as of :meth:`_choice`."""
+        draw, cuts = self._choice(rows, choices, broken)
+        if cuts is None:
+            chosen, self._latest = self.programs.choose[rows](logits, self._latest, draw)
+        else:
+            chosen, self._latest = self.programs.choose_by_all[rows](
+                logits, self._latest, draw, cuts
+            )
+        return chosen
+
+    def _packed(
+        self, shape: StepShape, decode: list[Sequence], parts: list[tuple[Sequence, list[int]]]
+    ) -> np.ndarray:
+        """A step's input as one array; see :meth:`systolic.steps.paged.StepInput.unpacked`.
+
+        Args:
+            shape: Of the program.
+            decode: Texts that read one token.
+            parts: Texts that read more, each with its tokens up to the last that is read.
+        """
         history = self.programs.paged.history
         tokens = np.zeros(shape.tokens, np.int32)
         slots = np.full(shape.rows, -1, np.int32)
@@ -468,15 +568,19 @@ class StepRunner:
             start[row], count[row] = sequence.read, 1
             self._fill(table[row], sequence)
             if history:
-                self._recall(recent[row], sequence, sequence.read)
-        if part is not None:
-            sequence, size = part
-            first, read = shape.rows, sequence.read
-            tokens[first : first + size] = sequence.tokens[read : read + size]
-            start[first], count[first] = read, size
-            self._fill(table[first], sequence)
+                self._recall(recent[row], sequence.tokens, sequence.read)
+        for number, (sequence, text) in enumerate(parts):
+            first, row, read = (
+                shape.rows + number * shape.length,
+                shape.rows + number,
+                sequence.read,
+            )
+            size = len(text) - read
+            tokens[first : first + size] = text[read:]
+            start[row], count[row] = read, size
+            self._fill(table[row], sequence)
             for place in range(size if history else 0):
-                self._recall(recent[first + place], sequence, read + place)
+                self._recall(recent[first + place], text, read + place)
         arrays = (tokens, slots, recent, start, count, table)
         return np.concatenate([array.reshape(-1) for array in arrays])
 
@@ -484,9 +588,9 @@ class StepRunner:
         pages = sequence.pages[: len(row)]
         row[: len(pages)] = pages
 
-    def _recall(self, row: np.ndarray, sequence: Sequence, position: int) -> None:
+    def _recall(self, row: np.ndarray, text: list[int], position: int) -> None:
         """Tokens before a position, for n-gram lookups."""
-        before = sequence.tokens[max(position - len(row), 0) : position]
+        before = text[max(position - len(row), 0) : position]
         if before:
             row[len(row) - len(before) :] = before
 
@@ -510,28 +614,52 @@ class StepRunner:
 
     def _choice(
         self,
-        texts: int,
-        ended: list[tuple[int, Sequence, int]],
+        rows: int,
+        choices: list[Choice],
         broken: list[tuple[Sequence, Exception]],
     ) -> tuple[np.ndarray, Cuts | None]:
         """How the tokens of a step are chosen; rows of padding write to the slot of none.
 
         Args:
-            texts: Rows.
-            ended: Place and sequence of those that choose.
+            rows: Of the logits.
+            choices: What is chosen; a slot keeps its text's token unless it is a proposal's.
             broken: Takes sequences whose settings don't fit the arrays: the others go on.
         """
-        draw = np.zeros((4, texts), np.int32)
+        draw = np.zeros((4, rows), np.int32)
         slots, temperature, seed, number = draw
         slots[:] = self.programs.slots
         temperature, seed = temperature.view(np.float32), seed.view(np.uint32)
-        for place, sequence, _ in ended:
+        for place, sequence, text in choices:
             slots[place], seed[place] = sequence.slot, sequence.seed
             temperature[place] = sequence.request.sampling.temperature
-            number[place] = len(sequence.tokens) - sequence.prompt_tokens
-        if not any(sequence.cut for _, sequence, _ in ended):
+            number[place] = len(text) - sequence.prompt_tokens
+        if not any(sequence.cut for _, sequence, _ in choices):
             return draw, None
-        return draw, _cuts(texts, self.programs.positions, ended, broken)
+        return draw, _cuts(rows, self.programs.positions, choices, broken)
+
+
+def _accepted(
+    call: ProgramCall,
+    tokens: list[int],
+    logprobs: list[float],
+    top: Callable[[int], TopLogprobs] | None,
+) -> list[StepResult]:
+    """Results of a program that verified proposals: those that were chosen, and the token after them.
+
+    A proposal is accepted if the token that is chosen in its place, as it would be without proposals, is the same. For tokens that
+    are drawn this is rejection sampling: a proposal of the probability p is accepted with p, and what takes its place otherwise
+    has the distribution of the others.
+    """
+    results: list[StepResult] = []
+    for (number, sequence, read), drafts in zip(call.sequences, call.drafts, strict=True):
+        for at in range(len(drafts) + 1):
+            row = number * call.shape.length + at
+            best = top(row) if top is not None and sequence.request.logprobs else ()
+            results.append((sequence, tokens[row], logprobs[row], best, None, read + at))
+            if at == len(drafts) or tokens[row] != drafts[at]:
+                sequence.drafted(len(drafts), at)
+                break
+    return results
 
 
 def _likeliest(chosen: ChosenTokens) -> Callable[[int], TopLogprobs]:
@@ -541,19 +669,19 @@ def _likeliest(chosen: ChosenTokens) -> Callable[[int], TopLogprobs]:
 
 
 def _cuts(
-    texts: int,
+    rows: int,
     positions: int,
-    ended: list[tuple[int, Sequence, int]],
+    choices: list[Choice],
     broken: list[tuple[Sequence, Exception]],
 ) -> Cuts:
-    top_k, prompt = np.zeros(texts, np.int32), np.zeros(texts, np.int32)
-    reals = np.zeros((5, texts), np.float32)
+    top_k, prompt = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    reals = np.zeros((5, rows), np.float32)
     reals[0] = reals[4] = 1.0
-    text = np.full((texts, positions), PENDING, np.int32)
-    biased = np.full((texts, BIASES), PENDING, np.int32)
-    bias = np.zeros((texts, BIASES), np.float32)
-    for place, sequence, _ in ended:
-        sampling, tokens = sequence.request.sampling, sequence.tokens
+    text = np.full((rows, positions), PENDING, np.int32)
+    biased = np.full((rows, BIASES), PENDING, np.int32)
+    bias = np.zeros((rows, BIASES), np.float32)
+    for place, sequence, tokens in choices:
+        sampling = sequence.request.sampling
         try:
             top_k[place], prompt[place] = sampling.top_k, sequence.prompt_tokens
             reals[:, place] = (
@@ -564,7 +692,7 @@ def _cuts(
                 sampling.repetition_penalty,
             )
             text[place, : len(tokens)] = tokens
-            for at, (token, by) in enumerate(sampling.logit_bias.items()):
+            for at, (token, by) in enumerate(sequence.biases(len(tokens)).items()):
                 biased[place, at], bias[place, at] = token, by
         except Exception as error:
             broken.append((sequence, error))

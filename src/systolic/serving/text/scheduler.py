@@ -2,11 +2,12 @@
 
 Pure Python, so that its rules are tested without a device: pages are numbers here, their arrays lie on the device.
 Each step every running text with one token to read takes part in the decode batch; beside it a bounded number of
-prompt tokens is read. The oldest text always has its pages: where they run out, the youngest loses its own and is
-read again later. So every admitted text ends, whatever the load.
+prompt tokens is read. The first text by priority and age always has its pages: where they run out, the last one loses
+its own and is read again later. So every admitted text of a priority ends, whatever the load.
 """
 
 import hashlib
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -134,6 +135,10 @@ class StepLimits:
     """Prompt tokens that one text reads in a step."""
     prefills: int
     """Texts that read their prompt in a step."""
+    drafts: int = 0
+    """Tokens that are proposed for a text."""
+    drafted_texts: int = 0
+    """Most texts that proposals are made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +149,8 @@ class StepWork:
     """Texts that read one token."""
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
     """Texts with more to read, and how many tokens of it."""
+    drafts: list[list[int]] = field(default_factory=list)
+    """Proposals for each text that reads one token; [] where there are none for any."""
     preempted: list[Sequence] = field(default_factory=list)
     """Texts that lost their pages to this step."""
 
@@ -158,9 +165,9 @@ class Scheduler:
     pool: PagePool
     limits: StepLimits
     waiting: deque[Sequence] = field(default_factory=deque)
-    """By age: those that lost their pages come before those that never ran."""
+    """By rank, whether they lost their pages or never ran."""
     running: list[Sequence] = field(default_factory=list)
-    """By age."""
+    """By rank."""
     _slots: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +179,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a text, for which :meth:`fits` holds."""
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=attrgetter("rank"))
 
     def schedule(self) -> StepWork:
         """The next step's work; empty where nothing can run."""
@@ -185,7 +192,29 @@ class Scheduler:
                 count = min(sequence.left, self.limits.chunk)
                 if self._reserve(sequence, count):
                     prefill.append((sequence, count))
-        return StepWork(decode=decode, prefill=prefill, preempted=preempted)
+        drafts = self._proposals(decode)
+        return StepWork(decode=decode, prefill=prefill, drafts=drafts, preempted=preempted)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the next step may have proposals, for which the tokens of the one before have to be known."""
+        few = 0 < len(self.running) <= self.limits.drafted_texts
+        return few and any(not sequence.pause for sequence in self.running)
+
+    def _proposals(self, decode: list[Sequence]) -> list[list[int]]:
+        """Proposals for texts, with pages for them; [] where there are none for any."""
+        drafts: list[list[int]] = []
+        if not 0 < len(decode) <= self.limits.drafted_texts:
+            return drafts
+        known = not any(sequence.pending for sequence in decode)
+        for sequence in decode:
+            room = min(self.limits.drafts, sequence.max_length - len(sequence.tokens) - 1)
+            draft = sequence.propose(room) if known and room > 0 and not sequence.pause else []
+            sequence.pause = max(sequence.pause - 1, 0)
+            while draft and not self._reserve(sequence, 1 + len(draft)):
+                draft.pop()
+            drafts.append(draft)
+        return drafts if any(drafts) else []
 
     def publish(self, sequence: Sequence, read: int) -> None:
         """Names a text's pages that are full of known tokens, so that others can begin with them.
@@ -228,20 +257,20 @@ class Scheduler:
         return True
 
     def _grow(self) -> list[Sequence]:
-        """Room for one more token of each text that generates, oldest first; the youngest make room."""
+        """Room for one more token of each text that generates, in their order; the last make room."""
         lost: list[Sequence] = []
         for sequence in list(self.running):
             if sequence in lost or sequence.full:
                 continue
             need = 1 if sequence.left == 1 else min(sequence.left, self.limits.chunk)
-            oldest = sequence is self.running[0]
+            first = sequence is self.running[0]
             while not self._reserve(sequence, need):
-                if sequence.left > 1 and not oldest:
+                if sequence.left > 1 and not first:
                     break  # It waits for its turn with the pages that it has.
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                lost.append(youngest)
-                if youngest is sequence:
+                last = self.running[-1]
+                self._preempt(last)
+                lost.append(last)
+                if last is sequence:
                     break
         return lost
 
@@ -251,7 +280,7 @@ class Scheduler:
         self._slots.append(sequence.slot)
         sequence.slot = -1
         sequence.preempted += 1
-        self.waiting.appendleft(sequence)
+        self.add(sequence)
 
     def _empty(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
@@ -277,4 +306,4 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._slots.pop()
             self.running.append(sequence)
-            self.running.sort(key=attrgetter("number"))
+            self.running.sort(key=attrgetter("rank"))

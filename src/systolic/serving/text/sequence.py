@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,6 +20,11 @@ PENDING = -1
 START = b""
 """Key of the empty text."""
 
+GRAMS = (4, 3, 2)
+"""Tokens at the end of a text that are looked up in it, the most first."""
+LONGEST_PAUSE = 31
+"""Steps without proposals after several that were of no use."""
+
 PromptScores = tuple[int, list[int], list[Logprob]]
 """Position of the first scored token of a prompt, the tokens and their log-probabilities."""
 
@@ -28,6 +33,32 @@ def reason(error: BaseException) -> str:
     """One line of what was raised."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return f"{type(error).__name__}: {first}"
+
+
+class Lookup:
+    """Places of a text's n-grams, the last of each."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._known = 0
+        """Tokens whose n-grams are known; a text that grows is read once."""
+
+    def following(self, tokens: list[int], most: int) -> list[int]:
+        """Tokens after the last place where the text was as it ends now, at most so many; a text that repeats itself goes on so."""
+        length = len(tokens)
+        for end in range(max(self._known, 1), length):
+            for size in GRAMS:
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._known = max(self._known, length)
+        for size in GRAMS:
+            place = self._after.get(tuple(tokens[length - size :])) if size <= length else None
+            if place is not None:
+                text = tokens[place : place + most]
+                while len(text) < most:
+                    text.append(text[place - length])
+                return text
+        return []
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -82,6 +113,16 @@ class Sequence:
     completion_tokens: int = 0
     """New tokens that are known."""
     ended: bool = False
+    drafts: int = 0
+    """Steps that verified proposals for it."""
+    drafted_tokens: int = 0
+    """Tokens that were proposed."""
+    accepted_tokens: int = 0
+    pause: int = 0
+    """Steps before it proposes again."""
+    _misses: int = 0
+    """Proposals since one was accepted."""
+    _lookup: "Lookup" = field(init=False)
     _decoder: "TextStream" = field(init=False)
     _stops: Stops = field(init=False)
     _ids: list[int] = field(init=False, default_factory=list)
@@ -101,15 +142,28 @@ class Sequence:
         seed = request.sampling.seed
         self.seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
         self.penalized = request.sampling.penalizes
-        self.cut = request.sampling.cuts or bool(request.logprobs)
+        self.cut = request.sampling.cuts or bool(request.logprobs or request.min_tokens)
         self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
         after = request.deadline_seconds
+        self._lookup = Lookup()
         self.deadline = None if after is None else self.submitted + after
         self._decoder, self._stops = self.tokenizer.stream(self.tokens), Stops(tuple(request.stop))
         if request.prompt_logprobs:
             self._prompt_ids.append(self.tokens[0])
             self._prompt_logprobs.append((None, ()))
             self._scored = 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all texts: the least runs first."""
+        return self.request.priority, self.number
+
+    def biases(self, length: int) -> Mapping[int, float]:
+        """Numbers that are added to the logits of the token after so many: none of those that end it, before it has its least tokens."""
+        biases = self.request.sampling.logit_bias
+        if length - self.prompt_tokens >= self.request.min_tokens:
+            return biases
+        return {**biases, **dict.fromkeys((*self.ends, *self.request.stop_tokens), -math.inf)}
 
     @property
     def pending(self) -> bool:
@@ -163,7 +217,13 @@ class Sequence:
             self._score(*scores)
         if token == PENDING:
             return None
-        self.tokens[self.prompt_tokens + self.completion_tokens] = token
+        place = self.prompt_tokens + self.completion_tokens
+        if place == len(
+            self.tokens
+        ):  # After a proposal that was accepted, which lies in the pages.
+            self.tokens.append(PENDING)
+            self.read += 1
+        self.tokens[place] = token
         if self.answered is None:
             self.answered = time.monotonic()
         self.completion_tokens += 1
@@ -173,7 +233,9 @@ class Sequence:
             self._logprobs.append((logprob, top[: request.logprobs]))
         if token in self.ends or token in request.stop_tokens:
             return Finish.stop
-        text = self._stops.push(self._decoder.push(token))
+        text = self._decoder.push(token)
+        if self.completion_tokens > request.min_tokens:
+            text = self._stops.push(text)
         finish = None
         if self._stops.met:
             finish = Finish.stop
@@ -182,6 +244,20 @@ class Sequence:
         if text or finish is not None:
             self._put(text)
         return finish
+
+    def propose(self, most: int) -> list[int]:
+        """Tokens that may follow, at most so many: those that followed when the text was last as it ends now."""
+        return self._lookup.following(self.tokens, most)
+
+    def drafted(self, proposed: int, accepted: int) -> None:
+        """Counts proposals that were verified; after some of which none was accepted there are none for some steps, for more each time."""
+        if not proposed:
+            return
+        self.drafts += 1
+        self.drafted_tokens += proposed
+        self.accepted_tokens += accepted
+        self._misses = 0 if accepted else self._misses + 1
+        self.pause = min(2**self._misses - 1, LONGEST_PAUSE)
 
     def end(self, finish: Finish, message: str = "") -> TextOutput:
         """Ends the text; what was held back belongs to it unless a stop string was met. Returns the last output."""
@@ -203,6 +279,9 @@ class Sequence:
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
             queried_tokens=self.prompt_tokens if self.shares and self.started is not None else 0,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             started=self.started is not None,
             submitted_ns=self.submitted_ns,
             queue_seconds=(self.started or now) - self.submitted,

@@ -1,0 +1,293 @@
+"""Seconds of a GPU's kernels and collectives, from the catalogue and what others measured.
+
+Matmuls are cuBLASLt's, attention is cuDNN's, collectives are NCCL's. A kernel's own speed was fitted to kernels that ran alone
+for a moment; within a step they share power, memory and multiprocessors with collectives, which ``gpu.step_share`` of
+constants.toml counts with.
+The measurements, their sources and the errors on both halves are in ``benchmarks/gpu``.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
+
+from systolic.chips import Chip, Slice
+from systolic.core.errors import NotFoundError
+from systolic.hlo import Groups
+from systolic.sim.calibration import constant
+from systolic.sim.network import switched
+
+MATMUL_SECONDS: float = constant("gpu.matmul_seconds")
+WAVE_SECONDS: float = constant("gpu.wave_seconds")
+WAVE_SHARE: float = constant("gpu.wave_share")
+TILES: tuple[tuple[int, int, float], ...] = constant("gpu.tiles")
+"""Rows and columns of the result that a multiprocessor computes at once, and its speed with them over the best."""
+SPLITS = (1, 2, 4, 8, 16)
+"""Parts that the contracted dim is cut into where there are fewer tiles than multiprocessors."""
+SPLIT_SECONDS: float = constant("gpu.split_seconds")
+LEAST_DEPTH = 128
+"""Least contracted dim of a part."""
+MATMUL_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.matmul_share")
+STEP_SHARE: float = constant("gpu.step_share")
+SUSTAINED_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.sustained_share")
+MEMORY_SHARE: float = constant("gpu.memory_share")
+MEMORY_SECONDS: float = constant("gpu.memory_seconds")
+LAUNCH_SECONDS: float = constant("roofline.launch_seconds")
+ATTENTION_SHARE: Mapping[str, Mapping[str, Any]] = constant("gpu.attention_share")
+ATTENTION_SECONDS: float = constant("gpu.attention_seconds")
+ATTENTION_EDGE: tuple[float, float] = constant("gpu.attention_edge")
+"""Keys a query, forward and backward, whose time a tile loses at its ends."""
+DIAGONAL: float = constant("gpu.attention_diagonal")
+TRANSCENDENTAL_LANES: float = constant("gpu.transcendental_lanes")
+BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+"""Bytes of an element by HLO dtype; 1 of what is not here."""
+BACKWARD_PRODUCTS = 2.5
+"""Matmuls of attention's backward pass over those of the forward pass: five and two."""
+BACKWARD_KERNELS = 3
+"""Kernels of the backward pass: the sums over a row of the result and its gradient, the gradients, the queries' in their own format."""
+
+
+class AttentionCall(TypedDict):
+    """Sizes of an attention kernel."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    causal: bool
+    window: int
+    """Keys that a query sees at most; 0 for all."""
+    backward: bool
+    """Whether it is the pass that computes the gradients, without the forward pass."""
+    dtype: str
+    """HLO dtype of queries, keys and values."""
+
+
+def matmul_seconds(
+    chip: Chip, batch: int, m: int, n: int, k: int, lhs: str, rhs: str, out: str
+) -> float:
+    """Seconds of ``batch`` products ``[m, k] @ [k, n]`` of these HLO dtypes in a step that keeps all GPUs at work.
+
+    No less than its FLOPs take at the clock that the power limit leaves, beside the collectives. A convolution is the product
+    of its window's elements: ``m`` output positions, ``k`` window elements x channels.
+    """
+    in_step = 2.0 * batch * m * n * k / (sustained_flops(chip, lhs, rhs) * STEP_SHARE)
+    return max(matmul_alone_seconds(chip, batch, m, n, k, lhs, rhs, out), in_step)
+
+
+def matmul_alone_seconds(
+    chip: Chip, batch: int, m: int, n: int, k: int, lhs: str, rhs: str, out: str
+) -> float:
+    """Seconds of these products at the highest clock, as a kernel has them that runs alone for a moment.
+
+    The result is cut into tiles, which the multiprocessors take in waves; ``k`` too, where there are too few tiles for them. The
+    fastest cut counts, or the bytes where they take longer.
+    """
+    of_one = peak_flops(chip, lhs, rhs) * _share(MATMUL_SHARE, chip, lhs, rhs) / _num_sms(chip)
+    tiled = min(
+        _tiled(chip, of_one, (batch, m, n, k), tile, parts)
+        for tile in TILES
+        for parts in SPLITS
+        if parts == 1 or k / parts >= LEAST_DEPTH
+    )
+    moved = batch * (m * k * _bytes(lhs) + k * n * _bytes(rhs) + m * n * _bytes(out))
+    return MATMUL_SECONDS + max(tiled, moved / memory_rate(chip))
+
+
+def _tiled(
+    chip: Chip,
+    of_one: float,
+    product: tuple[int, int, int, int],
+    tile: tuple[int, int, float],
+    parts: int,
+) -> float:
+    """Seconds of a product cut into such tiles, at ``of_one`` FLOP/s of a multiprocessor.
+
+    The last wave of many counts in part: kernels that stay on a multiprocessor begin the next tile while others end theirs.
+    """
+    batch, m, n, k = product
+    rows, columns, speed = tile
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns) * parts
+    full = tiles / _num_sms(chip)
+    waves = 1.0 if full <= 1 else full + WAVE_SHARE * (math.ceil(full) - full)
+    of_tile = 2.0 * rows * columns * math.ceil(k / parts) / (of_one * speed)
+    ends = WAVE_SECONDS * rows * columns / (TILES[0][0] * TILES[0][1])
+    seconds = waves * (of_tile + ends)
+    if parts > 1:
+        # Partial sums are written and read once more, in f32, mostly by the second-level cache.
+        seconds += SPLIT_SECONDS + parts * batch * m * n * 4 / memory_rate(chip)
+    return seconds
+
+
+def attention_seconds(chip: Chip, **call: Unpack[AttentionCall]) -> float:
+    """Seconds of an attention kernel in a step that keeps all GPUs at work."""
+    return _attention(chip, call, STEP_SHARE)
+
+
+def attention_alone_seconds(chip: Chip, **call: Unpack[AttentionCall]) -> float:
+    """Seconds of an attention kernel that runs alone for a moment."""
+    return _attention(chip, call, 1.0)
+
+
+def _attention(chip: Chip, call: AttentionCall, pace: float) -> float:
+    """FLOPs of the scores that the mask leaves, at ``pace`` of the share of the peak that cuDNN's kernels reach with this head dim.
+
+    A tile of queries loses the time of some keys at its ends, and computes the whole tile that the diagonal crosses.
+    """
+    q_len, kv_len, dtype = call["q_len"], call["kv_len"], call["dtype"]
+    backward = call["backward"]
+    seen = keys_seen(q_len, kv_len, call["causal"], call["window"])
+    width = call["batch"] * call["head_dim"]
+    products = BACKWARD_PRODUCTS if backward else 1.0
+    flops = 4.0 * products * width * call["heads"] * q_len * seen
+    edge = 1 + ATTENTION_EDGE[backward] / seen
+    share = _attention_share(chip, call["head_dim"], backward, dtype) * pace
+    elements = width * (q_len * call["heads"] + kv_len * call["kv_heads"])
+    moved = 2.0 * elements * _bytes(dtype) * (2 if backward else 1)
+    seconds = flops * edge / (peak_flops(chip, dtype, dtype) * share)
+    kernels = BACKWARD_KERNELS if backward else 1
+    return ATTENTION_SECONDS * kernels + max(seconds, moved / memory_rate(chip))
+
+
+def keys_seen(q_len: int, kv_len: int, causal: bool, window: int) -> float:
+    """Keys that a query computes scores with, on average: its tile on the diagonal counts whole."""
+    if window and window < kv_len:
+        within = min(window, q_len)
+        return min(window * (1 - within / (2 * q_len)) + DIAGONAL / 2, kv_len)
+    if causal and q_len > 1:
+        before = kv_len - min(
+            q_len, kv_len
+        )  # an earlier part of the sequence, which every query sees
+        return min(before + (min(q_len, kv_len) + DIAGONAL) / 2, kv_len)
+    return float(kv_len)
+
+
+def elementwise_seconds(
+    chip: Chip,
+    read_bytes: float,
+    written_bytes: float,
+    flops: float = 0.0,
+    transcendental: float = 0.0,
+) -> float:
+    """Seconds of a fusion without a matmul: its bytes, or its arithmetic in f32 where that takes longer.
+
+    Args:
+        chip: The GPU.
+        read_bytes: From device memory.
+        written_bytes: To device memory.
+        flops: Operations of the f32 lanes.
+        transcendental: Exponentials, logarithms, roots and their kind, on the special units.
+    """
+    lanes = _num_sms(chip) * (chip.f32_lanes_per_sm or 0) * (chip.clock_hz or 0.0)
+    arithmetic = 0.0
+    if lanes:
+        arithmetic = flops / lanes + transcendental / (lanes * TRANSCENDENTAL_LANES)
+    moved = (read_bytes + written_bytes) / memory_rate(chip)
+    return max(launch_seconds(chip), MEMORY_SECONDS + max(moved, arithmetic))
+
+
+def collective_seconds(on: Slice, kind: str, num_bytes: float, groups: Groups) -> float:
+    """Seconds of a collective over NVLink, and over the network where a group lies in several domains.
+
+    Args:
+        on: The slice.
+        kind: HLO opcode, without ``-start``.
+        num_bytes: The larger of operand and result, of one GPU.
+        groups: Devices that take part.
+
+    Raises:
+        NotFoundError: the catalogue lacks the rate of a link that it needs.
+    """
+    return switched(on).collective(kind, groups, num_bytes, num_bytes).seconds
+
+
+def launch_seconds(_chip: Chip) -> float:
+    """Least seconds from the start of a kernel to the start of the next."""
+    return LAUNCH_SECONDS
+
+
+def memory_rate(chip: Chip) -> float:
+    """Bytes/s that kernels reach of the device memory, reads and writes together.
+
+    Raises:
+        NotFoundError: the catalogue lacks the bandwidth.
+    """
+    return _known(chip, "hbm_bytes_per_second") * MEMORY_SHARE
+
+
+def peak_flops(chip: Chip, lhs: str, rhs: str) -> float:
+    """Published dense peak of matmuls with operands of these HLO dtypes; f32 runs as TF32, JAX's default.
+
+    Raises:
+        NotFoundError: the catalogue lacks the peak.
+    """
+    bf16 = _known(chip, "peak_bf16_flops_per_second")
+    match _format(lhs, rhs):
+        case "f64":
+            # As many as f32 lanes have, on the tensor cores (66.9e12 of H100, both).
+            lanes = _num_sms(chip) * (chip.f32_lanes_per_sm or 0)
+            return 2.0 * lanes * (chip.clock_hz or 0.0) or bf16 / 32
+        case "f32":
+            return chip.peak_tf32_flops_per_second or bf16 / 2
+        case "fp8":
+            return chip.peak_fp8_flops_per_second or bf16
+        case "int8":
+            return chip.peak_int8_ops_per_second or bf16
+    return bf16
+
+
+def sustained_flops(chip: Chip, lhs: str, rhs: str) -> float:
+    """FLOP/s of matmuls in these dtypes under the power limit, whatever their shape."""
+    return peak_flops(chip, lhs, rhs) * _share(SUSTAINED_SHARE, chip, lhs, rhs)
+
+
+def _format(lhs: str, rhs: str) -> str:
+    """Number format of the tensor cores: that of the wider operand."""
+    if lhs.startswith("f8") and rhs.startswith("f8"):
+        return "fp8"
+    if lhs in ("s8", "u8") and rhs in ("s8", "u8"):
+        return "int8"
+    for wide in ("f64", "f32"):
+        if wide in (lhs, rhs):
+            return wide
+    return "bf16"
+
+
+def _share(table: Mapping[str, Mapping[str, float]], chip: Chip, lhs: str, rhs: str) -> float:
+    """Share of the peak by compute capability and number format; that of ``all`` where one was not measured."""
+    row = table.get(chip.compute_capability or "", {})
+    form = _format(lhs, rhs)
+    return row.get(form) or table["all"].get(form) or table["all"]["bf16"]
+
+
+def _attention_share(chip: Chip, head_dim: int, backward: bool, dtype: str) -> float:
+    """Share of the peak for a head dim, between and beyond those that were measured."""
+    row = ATTENTION_SHARE.get(chip.compute_capability or "", ATTENTION_SHARE["all"])
+    name = ("fp8_" if dtype.startswith("f8") else "") + ("backward" if backward else "forward")
+    points = row.get(name) or ATTENTION_SHARE["all"][name]
+    low, high = points[0], points[-1]
+    if head_dim <= low[0]:
+        return low[1] * max(head_dim / low[0], 0.25)
+    for (left, small), (right, large) in itertools.pairwise(points):
+        if head_dim <= right:
+            return small + (large - small) * (head_dim - left) / (right - left)
+    return high[1]
+
+
+def _bytes(dtype: str) -> int:
+    return BYTES.get(dtype, 1)
+
+
+def _num_sms(chip: Chip) -> int:
+    return int(_known(chip, "num_sms"))
+
+
+def _known(chip: Chip, name: str) -> float:
+    value = getattr(chip, name)
+    if value is None:
+        raise NotFoundError(
+            f"the catalogue has no {name} of {chip.name}; add it to your own catalogue"
+        )
+    return value

@@ -1,0 +1,133 @@
+"""XLA's GPU compiler: how a GPU is described to it, when it is taken, and, where it is installed, what it answers."""
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from systolic.chips import slice
+from systolic.compiling import Compiler, gpu_compiler, host_backend
+from systolic.core.errors import OptionError
+from systolic.core.machine import leave_cuda_out
+from systolic.core.units import Origin
+from systolic.forecasting import forecast_program
+from systolic.forecasting.function import function_program
+from systolic.forecasting.platforms import KERNELS, SIMULATED, WITHOUT_TRITON
+from systolic.sim.simulate import simulate
+from tests.recorded import hlo
+from tests.recorded.hlo.programs import gpu_arguments, gpu_step
+
+EIGHT = slice("8xh100")
+installed = pytest.mark.skipif(
+    gpu_compiler.compiler() is None, reason="needs the extra gpu-forecast, of 174 MB"
+)
+
+
+def test_a_gpu_is_described_by_the_catalogue() -> None:
+    text = gpu_compiler.target_config(EIGHT.chip)
+    numbers = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
+    # As openxla/xla's specs/h100_sxm.txtpb has them.
+    expected = {
+        "core_count": 132,
+        "fpus_per_core": 128,
+        "clock_rate_ghz": 1.98,
+        "l2_cache_size": 50 * 2**20,
+        "shared_memory_per_core": 228 * 2**10,
+        "shared_memory_per_block_optin": 227 * 2**10,
+        "device_memory_size": 84942979072,
+    }
+    assert {name: numbers[name] for name in expected} == expected
+    assert "cuda_compute_capability { major: 9 minor: 0 feature_extension" in text
+    assert "feature_extension" not in gpu_compiler.target_config(slice("a100-80").chip)
+
+
+@pytest.mark.parametrize(("plugin", "known"), [("0.10.2", True), ("0.12.0.1", False)])
+def test_the_compiler_has_the_version_of_jax(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, known: bool
+) -> None:
+    versions = {"jax": "0.10.2", "jax-cuda12-pjrt": plugin}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert gpu_compiler.compiler() == ("jax-cuda12-pjrt 0.10.2" if known else None)
+    assert gpu_compiler.compiles(EIGHT) is known
+    assert not gpu_compiler.compiles(slice("8xmi300x"))
+    assert not gpu_compiler.compiles(slice("v5e-8"))
+
+
+def test_what_no_compiler_is_told_of_has_no_advice() -> None:
+    assert "pip install 'systolic[gpu-forecast]'" in gpu_compiler.advice(EIGHT)
+    assert gpu_compiler.advice(slice("8xmi300x")) == ""
+
+
+def test_cudnn_answers_as_the_absent_gpu_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    names = (
+        "check_cudnn_version",
+        "check_compute_capability",
+        "is_cuda_compute_capability_equal",
+    )
+    for name in names:  # given back after the test
+        monkeypatch.setattr(attention, name, getattr(attention, name))
+    gpu_compiler.take_cudnn_as_there(slice("8xb200"))
+    assert attention.check_cudnn_version() == gpu_compiler.CUDNN_VERSION
+    assert attention.check_compute_capability("9.0")
+    assert not attention.is_cuda_compute_capability_equal("10.3")
+    gpu_compiler.take_cudnn_as_there(slice("8xa100-80"))
+    assert not attention.check_compute_capability("9.0")
+
+
+def test_the_plugin_is_left_out_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    leave_cuda_out()
+    assert sys.modules["jax_plugins.xla_cuda12"].initialize() is None
+    monkeypatch.delitem(sys.modules, "jax_plugins.xla_cuda12")
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    leave_cuda_out()
+    assert "jax_plugins.xla_cuda12" not in sys.modules
+
+
+def test_there_is_nothing_to_save_of_kernels_that_no_gpu_timed() -> None:
+    with pytest.raises(OptionError, match="only they can time the kernels"):
+        host_backend.check(EIGHT, save=True)
+
+
+@installed
+def test_a_gpu_that_is_not_there_is_compiled_for(tmp_path: Path) -> None:
+    args, spread = gpu_arguments()
+    program = function_program(gpu_step, args, {}, EIGHT, spread)
+    forecast = forecast_program(program, "step", EIGHT, compiler=Compiler(root=tmp_path))
+    assert (forecast.origin, forecast.memory_origin) == (Origin.simulated, Origin.compiled)
+    assert forecast.compiler.built_for == "h100"
+    assert {SIMULATED, WITHOUT_TRITON, KERNELS} <= set(forecast.notes)
+    recorded = simulate(hlo.module("step-8xh100"), EIGHT)
+    assert forecast.step_seconds == pytest.approx(recorded.seconds, rel=0.05)
+    assert forecast.hardware_flops == pytest.approx(recorded.executed_flops)
+    # Weights in f32 and bf16, eight ways, and the layer's activations.
+    held = (4 + 2) * 46137344 / 8 + 2 * 2048 * 1024
+    assert held < forecast.need_bytes < 10 * held
+    assert forecast.ops
+
+
+@installed
+def test_tritons_matmuls_are_had_on_request(tmp_path: Path) -> None:
+    args, spread = gpu_arguments()
+    program = function_program(gpu_step, args, {}, EIGHT, spread)
+    flags = ("--xla_gpu_enable_triton_gemm=true",)
+    forecast = forecast_program(
+        program, "step", EIGHT, compiler=Compiler(root=tmp_path, flags=flags)
+    )
+    assert WITHOUT_TRITON not in forecast.notes
+    assert forecast.answer is not None
+    assert "__cublas" not in forecast.answer.hlo
+    recorded = simulate(hlo.module("step-8xh100"), EIGHT)
+    assert forecast.hardware_flops == pytest.approx(recorded.executed_flops)
