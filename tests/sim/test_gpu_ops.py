@@ -3,6 +3,7 @@
 import pytest
 
 from systolic.chips import slice
+from systolic.compiling.gpu_compiler import is_described
 from systolic.forecasting.memory import peak_of
 from systolic.hlo import Groups, parse
 from systolic.sim import gpu
@@ -60,6 +61,16 @@ def test_the_flops_of_a_recorded_step_are_those_of_its_matmuls(timeline: Timelin
     matmuls = forward + (forward - DOWN) + 2 * forward
     attention = SCORES + SCORES + 2.5 * SCORES
     assert timeline.executed_flops == pytest.approx(LAYERS * (matmuls + attention), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["h200", "b200", "a100-80", "a100-40", "h100-pcie", "gb200", "b300"]
+)
+def test_every_gpu_that_is_described_has_the_prices_of_a_step(name: str) -> None:
+    on = slice(f"8x{name}")
+    assert is_described(on.chip)
+    step = simulate(hlo.module("step-8xh100"), on)
+    assert 0 < step.executed_flops / (on.chip.peak_bf16_flops_per_second or 0.0) < step.seconds
 
 
 def test_every_op_of_a_recorded_step_has_a_price(timeline: Timeline) -> None:

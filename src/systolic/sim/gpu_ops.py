@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from systolic.chips import Slice, known
+from systolic.chips import Slice
 from systolic.hlo import Computation, Groups, Instruction, Module, Shape
 from systolic.hlo.shape import HOST
 from systolic.sim import gpu
@@ -139,8 +139,8 @@ class _Gpu:
 
     @property
     def host(self) -> float:
-        """Bytes/s of the link to the host, one way."""
-        return known(self.on.chip, "pcie_bytes_per_second_per_chip")
+        """Bytes/s of the link to the host, one way: PCIe, else device memory's, as no source has that of NVLink to Grace."""
+        return self.on.chip.pcie_bytes_per_second_per_chip or self.hbm
 
     def collective(
         self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
