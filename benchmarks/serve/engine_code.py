@@ -1,11 +1,11 @@
-"""The decode step of DeepSeek R1 in jax-llm-examples' own code, as it was when its table was printed.
+"""Decode steps of DeepSeek R1 and Llama 3.1 70B in jax-llm-examples' own code.
 
     git clone https://github.com/jax-ml/jax-llm-examples
     python benchmarks/serve/published.py FILE.json --kind measured_engine --engine jax-llm-examples
 
-Its cache has keys and values of each head, which its 64 devices split, where a rebuilt step has the latent; its dense layers are in bf16; and its
+DeepSeek's cache has keys and values of each head, which its 64 devices split, where a rebuilt step has the latent; its dense layers are in bf16; and its
 experts run in a Pallas kernel that reads those of four at a time that a text chose. What a kernel reads by its data no schedule says: its
-seconds are counted here (:func:`kernel_seconds`).
+seconds are counted here (:func:`kernel_seconds`). Llama's key-value heads lie over 8 devices, each of which has a copy on the next, where a rebuilt step has 16 heads.
 """
 
 import dataclasses
@@ -35,9 +35,12 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.function import forecast_function
 from systolic.sim.calibration import constant
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import memory_seconds
 
 COMMIT = "ef1a60c041c958bb8a7184e26f2be2c883423968"
 """The table of DeepSeek R1 is in this commit of 2025-03-06, which also changed its kernel; the rates are those of today's README."""
+LLAMA_COMMIT = "202fcd375d44d887f94386fe5d0e60d53cd633e2"
+"""Llama's table is older (345dab9, 2025-04-25), in code that JAX of today does not run; this commit's step is the same."""
 TODAY = {
     "model.py": (
         ("map, builtin_map = jax.util.safe_map, map", "builtin_map = map"),
@@ -57,9 +60,9 @@ MESH = {"x": 1, "y": 4, "z": 16}
 DEVICES, EXPERTS, GROUPS, CHOSEN, KEPT_GROUPS, BLOCK = 4, 256, 8, 8, 4, 4
 """Devices of the expert axis; routed experts and groups of them; experts and groups of a text; experts that the kernel reads at once."""
 D_MODEL, UNITS = 7168, 2048 // MESH["z"]
-LAYERS = 61
-DEPTHS = (5, 7)
-"""Layers of the two programs that are compiled; each further layer costs half of their difference."""
+LAYERS, LLAMA_LAYERS = 61, 80
+DEPTHS, LLAMA_DEPTHS = (5, 7), (4, 8)
+"""Layers of the two programs that are compiled, whose difference each further layer costs its part of."""
 LEAST_CONTEXT = 128
 DRAWS = 200
 
@@ -70,13 +73,15 @@ def unpacked(clone: Path) -> Path:
     Raises:
         SystolicError: the clone lacks the commit, or a line to change.
     """
-    command = ["git", "-C", str(clone), "archive", COMMIT, "deepseek_r1_jax/deepseek_r1_jax"]
-    archive = subprocess.run(command, capture_output=True, check=False)
-    if archive.returncode:
-        raise SystolicError(f"{clone}: {archive.stderr.decode().strip()}; clone all of its history")
     folder = Path(tempfile.mkdtemp(prefix="engine-"))
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    for commit, part in ((COMMIT, "deepseek_r1_jax"), (LLAMA_COMMIT, "llama3")):
+        command = ["git", "-C", str(clone), "archive", commit, part]
+        archive = subprocess.run(command, capture_output=True, check=False)
+        if archive.returncode:
+            fault = archive.stderr.decode().strip()
+            raise SystolicError(f"{clone}: {fault}; clone all of its history")
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
     package = folder / "deepseek_r1_jax" / "deepseek_r1_jax"
     for (name, changes), path in ((item, package / item[0]) for item in TODAY.items()):
         text = path.read_text()
@@ -85,7 +90,7 @@ def unpacked(clone: Path) -> Path:
                 raise SystolicError(f"{name} has no {before!r}")
             text = text.replace(before, now)
         path.write_text(text)
-    sys.path.insert(0, str(package.parent))
+    sys.path[:0] = [str(package.parent), str(folder / "llama3")]
     return package
 
 
@@ -148,19 +153,66 @@ def kernel_seconds(batch: int, on: str) -> float:
     return max(read, products * product) + steps * constant("kernels.step_seconds")
 
 
-def forecast_engine(batch: int, context: int, on: str, quick: bool) -> tuple[float, float]:
-    """Seconds of a token of each text, and bytes of a device, carried on from two programs of a few layers."""
-    costs = {"decode_ragged_dot": kernel_seconds(batch, on)}
+def llama_call(
+    layers: int, batch: int, context: int, data: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Step of so many layers of Llama 3.1 70B on 16 devices, and its abstract arguments; the mesh is that of the table's commit."""
+    from llama3_jax import model
+
+    sizes, axes = (data, 8, 2 // data), (AxisType.Explicit,) * len(MESH)
+    mesh = jax.make_mesh(sizes, tuple(MESH), devices=jax.devices()[:16], axis_types=axes)
+    config = model.Config(
+        embed=8192,
+        ffw_size=28672,
+        q_heads=64,
+        kv_heads=8,
+        num_layers=layers,
+        head_dim=128,
+        vocab_size=128256,
+        max_seq_len=context,
+        causal=True,
+        use_prefill_attn_kernel=False,
+        use_decode_attn_kernel=False,
+        mesh=mesh,
+    )
+
+    def abstract(kind: Any, *sizes: int) -> Any:
+        infos, places = kind.abstract(config, *sizes), kind.shardings(config, *sizes)
+        return jax.tree.map(
+            lambda info, where: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=where),
+            infos,
+            places,
+            is_leaf=model.is_param,
+        )
+
+    with jax.sharding.set_mesh(mesh):
+        weights, cache = abstract(model.Weights), abstract(model.KVCache, batch)
+    rows = NamedSharding(mesh, PartitionSpec("x" if data > 1 else None, None))
+    token = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=rows)
+    return model.decode_step, (token, weights, cache, config)
+
+
+def forecast_engine(model: str, batch: int, context: int, on: str, data: int, quick: bool) -> float:
+    """Seconds of a token of each text, carried on from two programs of a few layers."""
+    deepseek = "deepseek" in model.lower()
+    depths, layers = (DEPTHS, LAYERS) if deepseek else (LLAMA_DEPTHS, LLAMA_LAYERS)
+    costs = {"decode_ragged_dot": kernel_seconds(batch, on)} if deepseek else {}
 
     def few(layers: int) -> Forecast:
-        function, given = decode_call(layers, batch, context)
-        return forecast_function(function, *given, on=on, quick=quick, costs=costs)
+        if deepseek:
+            function, given = decode_call(layers, batch, context)
+            return forecast_function(function, *given, on=on, quick=quick, costs=costs)
+        function, given = llama_call(layers, batch, context, data)
+        with jax.sharding.set_mesh(given[-1].mesh):
+            return forecast_function(function, *given, on=on, quick=quick)
 
-    low, high = (few(layers) for layers in DEPTHS)
-    seconds = [forecast.step_seconds or 0.0 for forecast in (low, high)]
-    held = [forecast.memory.peak_bytes if forecast.memory else 0 for forecast in (low, high)]
+    def whole(low: float, high: float) -> float:
+        return high + (high - low) / (depths[1] - depths[0]) * (layers - depths[1])
 
-    def whole(values: list[Any]) -> float:
-        return values[1] + (values[1] - values[0]) / (DEPTHS[1] - DEPTHS[0]) * (LAYERS - DEPTHS[1])
-
-    return whole(seconds), whole(held)
+    low, high = (few(layers) for layers in depths)
+    seconds = whole(low.step_seconds or 0.0, high.step_seconds or 0.0)
+    if deepseek or low.timeline is None or high.timeline is None:
+        return seconds
+    # A few layers find all of their weights fetched beside the ends of the program; all layers do not.
+    rates = rates_of(find_slice(on))
+    return max(seconds, whole(*(memory_seconds(made.timeline, rates) for made in (low, high))))

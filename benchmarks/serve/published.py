@@ -7,7 +7,7 @@ FILE.json holds records of published results: ``kind`` (``measured_engine``: a s
 server under load; ``measured_step``: one step of a server, as in ``steps.json``), model, slice, lengths, batch or concurrency. A static batch is one compiled step: its decode step is compiled for
 the same slice, batch and context, simulated, and compared by the seconds of a token; the result beside it is its distance from the
 bandwidth floor (bytes of weights and of keys and values over the memory's rate). With
-``--engine`` DeepSeek's rows are forecast by the code that was measured (``engine_code.py``), and the rebuilt program's seconds stand beside. A server's row is compared with the forecast of continuous
+``--engine`` DeepSeek's rows and those of Llama 3.1 70B are forecast by the code that was measured (``engine_code.py``), and the rebuilt program's seconds stand beside. A server's row is compared with the forecast of continuous
 batching, and its decode step alone says what scheduling, prompts in the step and tokenising add.
 
 Rows are in two halves by the first hexadecimal digit of the SHA-256 of their id, even ``fit`` and odd ``judge``: causes of errors are looked
@@ -58,6 +58,8 @@ of the version, in order. SGLang-JAX, Qwen3-8B on v6e-4 with 16 at once: 5.5 ms 
 CHUNK = 2048
 """Prompt tokens of a step where a record has no flag for it."""
 ENGINE, SERVER, STEP = "measured_engine", "measured", "measured_step"
+OWN_CODE = ("DeepSeek", "Llama-3.1-70B")
+"""Models whose engine's own code is forecast."""
 PAGE_SIZE = 64
 
 
@@ -96,10 +98,10 @@ def engine_row(row: Row, quick: bool, own_code: bool) -> dict[str, Any]:
     if not made.fits:
         raise SystolicError(f"does not fit: {made.hbm_bytes:.0f} bytes")
     seconds, own = made.seconds, None
-    if own_code and "DeepSeek" in row["model"]:
+    if own_code and any(part in row["model"] for part in OWN_CODE):
         from engine_code import forecast_engine
 
-        seconds = own = forecast_engine(*sizes, on.name, quick)[0]
+        seconds = own = forecast_engine(row["model"], *sizes, on.name, job.layout.data, quick)
     measured = 1 / float(rate)
     return {
         "measured_seconds": measured,

@@ -1,9 +1,9 @@
 """Tokens a second with and without proposals (``systolic serve --speculate``), on this CPU and forecast for a TPU.
 
-    python benchmarks/serve/speculation.py measure [--streams 1 4] [--drafts 4] [--answer 192] [--rounds 2]
+    python benchmarks/serve/speculation.py measure [--streams 1 4] [--drafts 4] [--layers 30] [--answer 192] [--rounds 2]
     python benchmarks/serve/speculation.py forecast [llama-1b ...] [--slice v6e-1] [--texts 1 4 16] [--contexts 1024 8192]
 
-``measure`` runs a decoder of the sizes of SmolLM2 135M in float32. No trained weights come with the repository, so the answers are
+``measure`` runs a decoder of the width of SmolLM2 135M in float32. No trained weights come with the repository, so the answers are
 real texts that the engine is made to write: each token that a step chose is replaced by the text's. Steps, proposals and
 acceptance are those of a model that writes exactly these texts greedily; what is not measured is how often one does.
 
@@ -113,7 +113,7 @@ def tokenizer(folder):
     return Tokenizer(path=folder)
 
 
-def opened(drafts, streams):
+def opened(drafts, layers, streams):
     """An engine that proposes so many tokens, and the script that it is made to write."""
     import jax
 
@@ -144,7 +144,7 @@ def opened(drafts, streams):
 
     job = Job(
         name="serve",
-        model=Decoder(layers=30, d_model=576, d_ff=1536, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tie_embeddings=True),
+        model=Decoder(layers=layers, d_model=576, d_ff=1536, heads=9, kv_heads=3, head_dim=64, vocab=VOCAB, tie_embeddings=True),
         task=LanguageModel(),
         data=StandardLibrary(sequence=128),
         steps=1,
@@ -185,7 +185,10 @@ def measure(options):
     """A line for each kind of text and number of streams."""
     with tempfile.TemporaryDirectory() as folder:
         words = tokenizer(Path(folder))
-        served = {drafts: opened(drafts, options.streams) for drafts in (0, options.drafts)}
+        served = {
+            drafts: opened(drafts, options.layers, options.streams)
+            for drafts in (0, options.drafts)
+        }
         for kind in options.kinds:
             for streams in options.streams:
                 pairs = [texts(kind, number) for number in range(streams)]
@@ -259,6 +262,7 @@ def main():
     here = forms.add_parser("measure")
     here.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     here.add_argument("--kinds", nargs="+", default=KINDS)
+    here.add_argument("--layers", type=int, default=30)
     here.add_argument("--answer", type=int, default=192)
     here.add_argument("--rounds", type=int, default=2)
     there = forms.add_parser("forecast")

@@ -119,6 +119,34 @@ def test_a_step_copies_neither_pages_nor_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cache", [ServedCache.plain, ServedCache.int8])
+def test_a_step_that_verifies_proposals_reads_pages_once(
+    cache: ServedCache, tmp_path: Path
+) -> None:
+    """By one call of the kernel a layer for all tokens of a text; pages are written where they lie."""
+    program = PagedProgram(
+        job=job_of({**LLAMA_1B, "layers": LAYERS}, 1),
+        rows=4,
+        pages=PAGES,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        cache=cache,
+        drafts=4,
+    )
+    answer = compile(program, slice("v6e-1"), Compiler(root=tmp_path).quick())
+    assert isinstance(answer, Compiled), answer
+    module = parse(answer.hlo)
+    assert len(kernels_of(module)) == LAYERS
+    assert large_copies(module) == []
+    held = [one.shape for one in module.entry.parameters]
+    kept = {number for number, one in enumerate(held) if one.dims[0] == NUM_PAGES}
+    assert kept
+    assert kept <= set(module.donations.values())
+    # Logits after each of the five tokens of four texts.
+    assert module.entry.root.shape.parts[0].dims == (20, 128_256)
+
+
+@pytest.mark.slow
 def test_tables_above_the_scalar_memory_are_read_in_parts(tmp_path: Path) -> None:
     """256 texts of 2,048 pages: a table of 2 MiB, which one call of the kernel is refused."""
     sizes = {"layers": 1, "d_model": 256, "d_ff": 256, "heads": 2, "kv_heads": 1, "head_dim": 128}

@@ -238,6 +238,7 @@ def test_what_does_not_fit_names_its_buffers(root: Path) -> None:
 def test_the_screen_says_what_is_assumed(h100: Forecast, cpu: Forecast, eight: Forecast) -> None:
     shown = "\n".join(plain(lines(h100, 100)))
     assert "[assumed]" in shown
+    assert "for h100 itself: pip install 'systolic[gpu-forecast]'" in shown
     assert "[assumed; kinds estimated]" in shown
     assert "roofline, not compiled for this GPU" in shown
     assert "million calls" in shown

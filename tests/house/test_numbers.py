@@ -28,6 +28,8 @@ ALLOWED: dict[str, str] = {
     "sim/attention.py:_SEQUENCE_MINOR": "a layout's number, as the kernels have it",
     "sim/attention.py:_VECTOR_OPS": COUNTED,
     "sim/calls.py:STEPS": "steps that a schedule lays out",
+    "sim/gpu.py:BACKWARD_KERNELS": COUNTED,
+    "sim/gpu.py:BACKWARD_PRODUCTS": COUNTED,
     "sim/gpu_ops.py:_SCORES": "the layout of an array that cuDNN's attention keeps",
     "sim/grouped.py:_MASK_OPS": COUNTED,
     "sim/grouped.py:_SUM_OPS,_UNIT_OPS,_WIDEN_OPS": COUNTED,

@@ -15,7 +15,7 @@ from systolic.job import Layout, ServedCache
 from systolic.models.attention import Logits
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Latent
-from systolic.models.decoder.page_arrays import PageArrays, PageRows
+from systolic.models.decoder.page_arrays import DraftRows, PageArrays, PageRows
 from systolic.models.decoder.paged import HeadRows, RaggedArrays, page_arrays
 from systolic.steps.target import MeshTarget, make_mesh
 from tests.steps import tiny
@@ -107,6 +107,20 @@ def test_ragged_pages_have_the_results_of_xla(
         padding = [2, *range(ROWS + count, ROWS + CHUNK)]
         np.testing.assert_allclose(found["tpu"][real], found["cpu"][real], atol=2e-6, rtol=2e-5)
         np.testing.assert_array_equal(found["tpu"][padding], 0)
+    # Proposals begin within a page, and pass into the next.
+    query, key, value = (
+        jnp.asarray(draw.normal(size=(10, heads, config.head_dim)), jnp.float32) for heads in sizes
+    )
+    positions = jnp.asarray([[7], [9]]) + jnp.arange(5)
+    drafts = DraftRows(jnp.asarray(table[[0, 3]], jnp.int32), positions, jnp.asarray([5, 3]))
+    found = {}
+    for on in KINDS:
+        attend = partial(arrays_of(config, on, cache)[0].attend, window=window, logits=logits)
+        attend = jax.jit(attend) if on == "cpu" else attend
+        pages[on], made = attend(pages[on], [drafts], ((query,), (key, value)))
+        found[on] = np.asarray(made)
+    np.testing.assert_allclose(found["tpu"][:8], found["cpu"][:8], atol=2e-6, rtol=2e-5)
+    np.testing.assert_array_equal(found["tpu"][8:], 0)
 
 
 @pytest.mark.parametrize("cache", [ServedCache.int8, ServedCache.fp8])

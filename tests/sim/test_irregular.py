@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from systolic.chips import slice
-from systolic.forecasting.platforms import CPU_FACTOR, _interval
+from systolic.forecasting.platforms import CPU_FACTOR, interval
 from systolic.hlo import parse
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import PricedBy, Timeline
@@ -58,7 +58,7 @@ def test_a_cpu_takes_what_was_measured(
     assert seconds / 2.5 < made.seconds < 2.5 * seconds
     assert any(note.startswith("estimated: ") for note in made.notes)
     assert by in {span.priced_by for span, _ in made.leaves()}
-    low, high, text = _interval(slice("cpu"), made)
+    low, high, text = interval(slice("cpu"), made)
     assert low is not None
     assert high is not None
     assert low < seconds < high
@@ -106,7 +106,7 @@ def test_a_gpu_sorts_by_passes() -> None:
     assert high >= 4 * seconds
     copied = priced(H100, lambda x: x + 1, keys)
     assert made.seconds > 4 * copied.seconds
-    found = _interval(slice("h100"), made)
+    found = interval(slice("h100"), made)
     assert found[:2] == (pytest.approx(low), pytest.approx(high))
 
 
@@ -114,4 +114,4 @@ def test_others_keep_their_range() -> None:
     made = priced(CPU, lambda x: x + 1, array(1 << 22))
     assert made.by_rule == (0.0, 0.0, 0.0)
     assert not made.notes
-    assert _interval(slice("cpu"), made)[1] == pytest.approx(CPU_FACTOR * made.seconds)
+    assert interval(slice("cpu"), made)[1] == pytest.approx(CPU_FACTOR * made.seconds)

@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack
 from systolic.chips import Chip, Slice
 from systolic.core.errors import NotFoundError
 from systolic.hlo import Groups
+from systolic.hlo.shape import bits_of
 from systolic.sim.calibration import constant
 from systolic.sim.network import switched
 
@@ -22,12 +23,13 @@ WAVE_SECONDS: float = constant("gpu.wave_seconds")
 WAVE_SHARE: float = constant("gpu.wave_share")
 TILES: tuple[tuple[int, int, float], ...] = constant("gpu.tiles")
 """Rows and columns of the result that a multiprocessor computes at once, and its speed with them over the best."""
-SPLITS = (1, 2, 4, 8, 16)
+SPLITS: tuple[int, ...] = tuple(constant("gpu.splits"))
 """Parts that the contracted dim is cut into where there are fewer tiles than multiprocessors."""
 SPLIT_SECONDS: float = constant("gpu.split_seconds")
-LEAST_DEPTH = 128
+LEAST_DEPTH: int = constant("gpu.split_depth")
 """Least contracted dim of a part."""
 MATMUL_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.matmul_share")
+TF32_SHARE: float = constant("gpu.tf32_share")
 STEP_SHARE: float = constant("gpu.step_share")
 SUSTAINED_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.sustained_share")
 MEMORY_SHARE: float = constant("gpu.memory_share")
@@ -39,8 +41,6 @@ ATTENTION_EDGE: tuple[float, float] = constant("gpu.attention_edge")
 """Keys a query, forward and backward, whose time a tile loses at its ends."""
 DIAGONAL: float = constant("gpu.attention_diagonal")
 TRANSCENDENTAL_LANES: float = constant("gpu.transcendental_lanes")
-BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-"""Bytes of an element by HLO dtype; 1 of what is not here."""
 BACKWARD_PRODUCTS = 2.5
 """Matmuls of attention's backward pass over those of the forward pass: five and two."""
 BACKWARD_KERNELS = 3
@@ -230,7 +230,7 @@ def peak_flops(chip: Chip, lhs: str, rhs: str) -> float:
             lanes = _num_sms(chip) * (chip.f32_lanes_per_sm or 0)
             return 2.0 * lanes * (chip.clock_hz or 0.0) or bf16 / 32
         case "f32":
-            return chip.peak_tf32_flops_per_second or bf16 / 2
+            return chip.peak_tf32_flops_per_second or bf16 * TF32_SHARE
         case "fp8":
             return chip.peak_fp8_flops_per_second or bf16
         case "int8":
@@ -276,8 +276,8 @@ def _attention_share(chip: Chip, head_dim: int, backward: bool, dtype: str) -> f
     return high[1]
 
 
-def _bytes(dtype: str) -> int:
-    return BYTES.get(dtype, 1)
+def _bytes(dtype: str) -> float:
+    return bits_of(dtype) / 8
 
 
 def _num_sms(chip: Chip) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from systolic.chips.flags import described
-from systolic.compiling.gpu_compiler import PLUGINS
+from systolic.compiling.gpu_compiler import EXTRA, PLUGINS, advice
 from systolic.core.units import Origin, duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
@@ -257,6 +257,14 @@ def compiler_text(forecast: Forecast) -> str:
         how = "from the store in" if facts.cached else "compiled in"
         parts.append(f"{how} {duration(facts.seconds or 0.0)}")
     return ", ".join(parts)
+
+
+def compiler_advice(forecast: Forecast) -> str:
+    """How a GPU that was compiled for as a CPU is compiled for itself; empty elsewhere."""
+    on = forecast.on
+    if on.platform != "gpu" or forecast.compiler.built_for != "cpu" or not advice(on):
+        return ""
+    return f"for {on.chip.name} itself: pip install 'systolic[{EXTRA}]'"
 
 
 def flags_text(forecast: Forecast) -> str:

@@ -222,6 +222,8 @@ def _refused(forecast: Forecast, width: int) -> list[Text]:
 def _bill(forecast: Forecast) -> list[Text]:
     rows = [("cost", readings.money(forecast)), ("energy", readings.energy(forecast))]
     rows.append(("compiler", readings.compiler_text(forecast)))
+    if advice := readings.compiler_advice(forecast):
+        rows.append(("", advice))
     rows.append(("flags", readings.flags_text(forecast)))
     return [_row(name, text) for name, text in rows if text]
 

@@ -87,7 +87,7 @@ class Programs:
     drafted: tuple[StepShape, ...] = ()
     """Shapes of programs that verify proposals."""
     verify: dict[StepShape, Any] = field(default_factory=dict)
-    """As ``read``, with logits after every token."""
+    """Programs like those of ``read``, with logits after every token."""
     score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
     choose: dict[int, Any] = field(default_factory=dict)
