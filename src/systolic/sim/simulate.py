@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from systolic.chips import Slice
+from systolic.chips import Chip, Slice
 from systolic.core.units import Origin, duration
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.groups import COLLECTIVES, groups_of
@@ -210,7 +210,7 @@ def _simulated(run: "_Simulation", on: Slice) -> Timeline:
             *_rule_notes(timeline),
             *_assumed_note(timeline),
             *_one_way(timeline, run.one_way),
-            *_host_note(step, seconds, on),
+            *_host_note(step, seconds, on.chip, run.device.host),
             *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
@@ -264,17 +264,16 @@ def _one_way(timeline: Timeline, names: set[str]) -> list[str]:
     ]
 
 
-def _host_note(step: "_Ran", seconds: float, on: Slice) -> list[str]:
+def _host_note(step: "_Ran", seconds: float, chip: Chip, host: float) -> list[str]:
     """Note on copies of the host that count at more than twice the rate that chips copied at by themselves; none where they are few."""
-    if (measured := on.chip.measured_hbm_to_host_bytes_per_second) is None:
+    if (measured := chip.measured_hbm_to_host_bytes_per_second) is None:
         return []
-    rates = rates_of(on)
     busiest = max((step.used.get(f"host {way}", 0.0) for way in ("in", "out")), default=0.0)
-    longer = busiest * (rates.host / measured - 1)
-    if rates.host <= 2 * measured or longer <= MUCH * seconds:
+    longer = busiest * (host / measured - 1)
+    if host <= 2 * measured or longer <= MUCH * seconds:
         return []
     return [
-        f"copies to and from the host count at {rates.host / 1e9:g} GB/s, as published steps hide them; by themselves chips copied at {measured / 1e9:g}, at which each way of these takes {duration(longer)} longer, hidden or not"
+        f"copies to and from the host count at {host / 1e9:g} GB/s, as published steps hide them; by themselves chips copied at {measured / 1e9:g}, at which each way of these takes {duration(longer)} longer, hidden or not"
     ]
 
 
