@@ -1,6 +1,7 @@
 """Attention is chosen by where the program will run, and every kernel computes the same thing."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from systolic import recipes
 from systolic.chips import slice
 from systolic.compiling import Compiler
+from systolic.compiling.gpu_compiler import take_cudnn_as_there
 from systolic.forecasting import forecast_job
 from systolic.job import AttentionBackward, ContextOrder, Layout
 from systolic.models.attention import (
@@ -157,6 +159,25 @@ def test_a_program_lowered_on_a_cpu_host_has_the_kernel_of_its_target(
         return
     assert where.notes == []
     assert "custom_call" not in text if call is None else call in text
+
+
+def test_cudnn_writes_no_gradient_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two documents in a row: four results, queries', keys' and values' gradients and a workspace."""
+    cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    for check in names:
+        monkeypatch.setattr(cudnn, check, getattr(cudnn, check))
+    take_cudnn_as_there(slice("8xh100"))
+    query, key, value, segments = inputs(256, 64, "bfloat16")
+    masking = Masking(segments=segments, causal=True)
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        return attention(target("gpu"), *arrays, masking).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(total, (0, 1, 2)))
+    text = gradient.trace(query, key, value).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"(\S+):(\d+) = stablehlo.custom_call @__cudnn\S*Backward", text)
+    assert call[1] == "4"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ of the machine that traces it. A shape that rules a kernel out is reported with 
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -203,10 +204,8 @@ def attention(
         scale=logits.scale,
     )
     if kernel is Kernel.cudnn:
-        dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
-        narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
         try:
-            return name(attend(*narrow, implementation="cudnn").astype(query.dtype), ATTENDED)
+            return name(_by_cudnn(attend, query, key, value), ATTENDED)
         except RuntimeError as error:
             # JAX asks for the library while tracing, also for another machine.
             target.note(
@@ -217,6 +216,28 @@ def attention(
     if by_hand:
         return name(attend_plainly(*plain, mask, logits).astype(query.dtype), ATTENDED)
     return name(attend(*plain, implementation="xla").astype(query.dtype), ATTENDED)
+
+
+def _by_cudnn(
+    attend: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
+    """Attention in a dtype that cuDNN takes, whose gradient leaves out that of the mask.
+
+    JAX passes a mask as a bias and, from 0.5 to 0.12 at least, always has cuDNN write its gradient: as many numbers as there
+    are scores, which nobody reads. A version that decides in another way keeps its own answer.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
+    narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
+    has_gradient = vars(cudnn).get("should_export_dbias")
+    try:
+        if has_gradient is not None:
+            vars(cudnn)["should_export_dbias"] = lambda *_: False
+        return attend(*narrow, implementation="cudnn").astype(query.dtype)
+    finally:
+        if has_gradient is not None:
+            vars(cudnn)["should_export_dbias"] = has_gradient
 
 
 def attend_plainly(
