@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import systolic
 from systolic.cli.main import main
-from systolic.core.errors import RunError
+from systolic.core.errors import OptionError, RunError
 from systolic.inference.generation import Generator
 from systolic.inference.model import read_prompts, set_up_here
 from systolic.inference.results import Finish, Stops
@@ -352,3 +352,40 @@ def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
     assert read_prompts((), text) == ["one\u2028two", "three\x0cfour", "five\x85six\rseven"]
     rows.write_text('{"prompt": "a\u2028b"}\n{"prompt": "c\x85d"}\n')
     assert read_prompts((), rows) == ["a\u2028b", "c\x85d"]
+
+
+def test_a_text_follows_a_schema(tmp_path: Path) -> None:
+    steps = set_up(job(model=SMALL, batch=2)).steps
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    generator = Generator(steps, params, rest, Sampling(temperature=1.0))
+    schema = {"type": "array", "items": {"enum": ["é", 12, None]}, "minItems": 2, "maxItems": 4}
+    texts = []
+    for seed in range(4):
+        continuation = generator.stream("hello", tokens=120, seed=seed, schema=schema)
+        texts.append("".join(continuation))
+        assert continuation.finish is Finish.stop
+        values = json.loads(texts[-1])
+        assert 2 <= len(values) <= 4
+        assert all(value in ("é", 12, None) for value in values)
+    assert len(set(texts)) > 1
+    cut = generator.stream("hello", tokens=4, schema=schema)
+    assert texts[0].startswith("".join(cut))
+    assert cut.finish is Finish.length
+    with pytest.raises(OptionError, match="the schema has not, which cannot be followed"):
+        generator.stream("hello", tokens=4, schema={"not": {}})
+
+
+def test_a_schema_is_read_before_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    arguments = ["generate", str(tmp_path / "run"), "x", "--schema", str(file)]
+    for content, said in (
+        (None, f"--schema {file} cannot be read: No such file or directory"),
+        ("{", f"--schema {file} is not JSON"),
+        ("[]", "the schema is no JSON object; give a JSON Schema"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        assert main(arguments) != 0
+        assert said in capsys.readouterr().err

@@ -206,7 +206,7 @@ def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     assert made == model.generate("the capital of", **asked)
     (line,) = told
     assert re.search(r"\d matrices in nf4, whose codes this CPU .* held as float32: .*B of w", line)
-    monkeypatch.setattr("systolic.serving.text.runner.capacity_bytes", lambda _: 0)
+    monkeypatch.setattr("systolic.serving.text.converting.capacity_bytes", lambda _: 0)
     assert restored_on_cpu(plain, set_up_here, told.append) is plain
     assert "are restored in each step: as floats they need" in told[1]
     one = systolic.open(int8.path)

@@ -150,3 +150,30 @@ def test_the_likeliest_come_first_with_their_logarithms():
     order = np.argsort(-every, axis=-1)[:, : made.top.shape[1]]
     np.testing.assert_array_equal(made.top, order)
     np.testing.assert_allclose(made.top_logprob, np.take_along_axis(every, order, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_tokens_of_the_mask_are_chosen_with_the_probabilities_of_the_model(temperature):
+    rows, drawn = 64, np.random.default_rng(3)
+    logits = drawn.normal(0, 3, (rows, VOCAB)).astype(np.float32)
+    allowed = drawn.random((rows, VOCAB)) < 0.01
+    allowed[:, 699], allowed[0] = True, True
+    bits = np.zeros((rows, 704), bool)  # 22 words
+    bits[:, :VOCAB] = allowed
+    mask = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
+    each, latest = draw(rows, temperature), jnp.zeros((rows,), jnp.int32)
+    plain = choose(jnp.asarray(logits), latest, each, mask)[0]
+    every = choose_by_all(jnp.asarray(logits), latest, each, cuts(rows, top_k=2), mask)[0]
+    best = np.argsort(np.where(allowed, -logits, np.inf), axis=1)[:, :2]
+    for made in (plain, every):
+        tokens = np.asarray(made.tokens)
+        assert allowed[np.arange(rows), tokens].all()
+        wanted = jax.nn.log_softmax(logits)[np.arange(rows), tokens]
+        np.testing.assert_allclose(made.logprob, wanted, rtol=1e-4)
+    # Cuts are made among the tokens of the mask.
+    assert all(token in pair for token, pair in zip(np.asarray(every.tokens), best, strict=True))
+    np.testing.assert_array_equal(every.top[0, :5], np.argsort(-logits[0])[:5])
+    if not temperature:
+        np.testing.assert_array_equal(plain.tokens, best[:, 0])
+    unmasked = choose(jnp.asarray(logits), latest, each)[0]
+    assert unmasked.tokens[0] == plain.tokens[0]

@@ -174,7 +174,7 @@ def speeds_beside(
 def _fit(models: Sequence[PreparedModel]) -> bool:
     """Whether there is memory for the weights of models, and as much again for what is computed with them."""
     from systolic.runs.weights import sizes_of
-    from systolic.serving.text.runner import capacity_bytes
+    from systolic.serving.text.converting import capacity_bytes
 
     devices = models[0].setup.machine.devices
     networks = [model.setup.steps.network for model in models]

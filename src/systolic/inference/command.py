@@ -1,15 +1,16 @@
 """``systolic generate``, ``predict``, ``eval`` and ``verify``, and their functions in Python."""
 
+import json
 import reprlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.arguments import OptionWords, command_of, explained_by
-from systolic.core.errors import OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter, working
 from systolic.job import Sampling, Split
@@ -38,6 +39,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     seed: Annotated[int, NOT_NEGATIVE] = 0,
     chat: bool = False,
     system: str | None = None,
+    schema: Annotated[Path | Mapping[str, Any] | None, OptionWords(Path | None)] = None,
     checkpoint: str | int = "best",
     trust: bool = False,
 ) -> "GeneratedTexts":
@@ -53,6 +55,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         seed: Seed of the sampling; the same seed gives the same text for a prompt.
         chat: Treat each prompt as a message, in the tokenizer's chat template.
         system: System message before each prompt; implies --chat.
+        schema: File with a JSON Schema that each answer follows. An answer that reaches the limit of tokens is cut off.
         checkpoint: Checkpoint of a run: best, last or the number of a step.
         trust: Execute the run's recipe even if it is another user's; its digest is remembered for later commands.
 
@@ -62,7 +65,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
 
     Raises:
         NotFoundError: there is no such model, checkpoint or file of prompts.
-        OptionError: the model continues no text, a prompt is longer than it takes, or a stop string is empty.
+        OptionError: the model continues no text, a prompt is longer than it takes, a stop string is empty, or the schema cannot be followed.
         SystolicError: the model can't be opened; as :func:`systolic.open`.
     """
     from systolic.inference.model import read_prompts
@@ -72,7 +75,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     Stops(stop)  # refuses an empty string before the run is opened
     begun = time.perf_counter()
     arguments: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
-    arguments |= {"seed": seed, "chat": chat, "system": system}
+    arguments |= {"seed": seed, "chat": chat, "system": system, "schema": _schema(schema)}
     texts: list[TextCompletion] = []
     with _opened(model, checkpoint, trust) as (opened, warnings), _held(opened) as show_warnings:
         # A prompt that is refused is refused before the first answer.
@@ -99,6 +102,27 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         seconds=time.perf_counter() - begun,
         warnings=tuple(warnings),
     )
+
+
+def _schema(schema: Path | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A schema, read from its file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataError: it is no JSON.
+    """
+    if schema is None or isinstance(schema, Mapping):
+        return schema
+    from systolic.inference.grammar import json_rule
+
+    try:
+        content = json.loads(Path(schema).read_bytes())
+    except OSError as error:
+        raise NotFoundError(f"--schema {schema} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"--schema {schema} is not JSON ({error}); give a JSON Schema") from error
+    json_rule(content)  # refuses what is no schema before the model is opened
+    return content
 
 
 @command_of

@@ -1,6 +1,7 @@
 """Text generation as a stream: one compiled loop, called for a few tokens at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import numpy as np
 from systolic.core.errors import OptionError
 from systolic.data.text.chat import Messages
 from systolic.data.text.text_data import TextData
+from systolic.inference.grammar import Grammars, Matcher, fill_masks, grammar_text, json_rule
 from systolic.inference.results import Continuation, Finish, Stops
 from systolic.job import Job, Sampling
+from systolic.steps.decode import DecodeState
 from systolic.steps.lengths import learned_text, longest_text
 from systolic.steps.programs import generation
 from systolic.steps.step_functions import StepFunctions
@@ -101,6 +104,7 @@ class Generator:
         tokens: int,
         seed: int = 0,
         stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> Continuation:
         """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends, at the latest with the longest text that the model takes.
@@ -110,11 +114,12 @@ class Generator:
             tokens: Most new tokens.
             seed: Seed of the sampling.
             stop: A string, or several, before which the text ends.
+            schema: JSON Schema that the text follows.
             warn: Called where the model's context ends the text, or where the text may pass the rows of training.
 
         Raises:
-            OptionError: ``tokens`` is below 1, the prompt leaves no position for an answer, or a stop
-                string is empty.
+            OptionError: ``tokens`` is below 1, the prompt leaves no position for an answer, a stop
+                string is empty, or the schema cannot be followed.
         """
         if tokens < 1:
             raise OptionError(f"tokens is {tokens}; ask for 1 or more")
@@ -135,18 +140,30 @@ class Generator:
                 f"{size} tokens of prompt and up to {room} new ones exceed the {learned} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
             )
         continuation = Continuation()
-        continuation.pieces = self._ended(continuation, ids, room, seed, ends)
+        continuation.pieces = self._ended(
+            self._pieces(continuation, ids, room, seed, self._matcher(schema)), continuation, ends
+        )
         if room < tokens:
             continuation.at_length = lambda: warn(
                 f"the text ended at the {most} tokens that {self.job.name} takes: {size} of the prompt and {room} of the {tokens} new ones; give a shorter prompt for a longer answer"
             )
         return continuation
 
-    def _ended(
-        self, text: Continuation, ids: Sequence[int], tokens: int, seed: int, ends: Stops
-    ) -> Iterator[str]:
+    def _matcher(self, schema: Mapping[str, Any] | None) -> Matcher | None:
+        """The beginning of a text that follows a schema."""
+        if schema is None:
+            return None
+        rules = {"answer": json_rule(schema)}
+        return self._grammars.compiled(grammar_text("start: @answer", rules)).copy()
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        model: Any = self.job.model
+        return Grammars(self.tokenizer, model.vocab, self.data.ends)
+
+    def _ended(self, pieces: Iterator[str], text: Continuation, ends: Stops) -> Iterator[str]:
         """Pieces before the first stop string, with how the text ended."""
-        for piece in self._pieces(text, ids, tokens, seed):
+        for piece in pieces:
             if certain := ends.push(piece):
                 yield certain
             if ends.met:
@@ -159,7 +176,12 @@ class Generator:
             text.at_length()
 
     def _pieces(
-        self, answer: Continuation, ids: Sequence[int], tokens: int, seed: int
+        self,
+        answer: Continuation,
+        ids: Sequence[int],
+        tokens: int,
+        seed: int,
+        matcher: Matcher | None,
     ) -> Iterator[str]:
         size = _bucket(len(ids))
         if (most := self._programs.decode.max_positions) is not None:
@@ -173,20 +195,41 @@ class Generator:
             jnp.asarray([len(ids)], jnp.int32),
             jax.random.key(seed),
             capacity=size + _bucket(tokens),
+            mask=self._mask(matcher),
         )
         text, ends = self.tokenizer.stream(ids), self.data.ends
-        left = tokens
-        while left > 0:
-            state, chunk = self._programs.step(self.params, self.model_state, state, count=CHUNK)
-            for token in np.asarray(chunk)[0][:left].tolist():
-                if token in ends:
-                    answer.finish, left = Finish.stop, 0
-                    break
-                if piece := text.push(token):
-                    yield piece
-            left -= CHUNK
+        for token in self._tokens(state, tokens, matcher):
+            if token in ends:
+                answer.finish = Finish.stop
+                break
+            if piece := text.push(token):
+                yield piece
+            if matcher is not None and matcher.complete:
+                answer.finish = Finish.stop
+                break
         if rest := text.flush():
             yield rest
+
+    def _tokens(self, state: DecodeState, left: int, matcher: Matcher | None) -> Iterator[int]:
+        """New tokens: some at a time, or one by one where each depends on those before it."""
+        count = CHUNK if matcher is None else 1
+        while left > 0:
+            if matcher is not None:
+                matcher.accept(int(np.asarray(state.token)[0]))
+            state, chunk = self._programs.step(
+                self.params, self.model_state, state, count=count, mask=self._mask(matcher)
+            )
+            yield from np.asarray(chunk)[0][:left].tolist()
+            left -= count
+
+    def _mask(self, matcher: Matcher | None) -> np.ndarray | None:
+        """Tokens that can follow: see :func:`systolic.steps.logits.masked`."""
+        if matcher is None:
+            return None
+        mask = np.zeros((1, -(-self._grammars.vocab // 32)), np.uint32)
+        fill_masks([(matcher, 0)], mask)
+        matcher.check()
+        return mask
 
 
 def _bucket(size: int) -> int:

@@ -443,6 +443,7 @@ class TrainedModel:
         seed: int = 0,
         chat: bool = False,
         system: str | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`. A list of messages is one prompt."""
         return [
@@ -455,6 +456,7 @@ class TrainedModel:
                     seed=seed,
                     chat=chat,
                     system=system,
+                    schema=schema,
                 )
             )
             for prompt in several(prompts)
@@ -470,6 +472,7 @@ class TrainedModel:
         seed: int = 0,
         chat: bool = False,
         system: str | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """The text that continues a prompt, piece by piece as it is generated; ``finish`` then says how it ended: with a warning where the model takes no longer text.
 
@@ -481,15 +484,18 @@ class TrainedModel:
             seed: The same seed gives the same text for a prompt.
             chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.
             system: A system message before the others; the prompt is then a message too.
+            schema: The text is JSON that this JSON Schema describes; text that reaches ``tokens`` is cut off.
 
         Raises:
-            OptionError: messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
+            OptionError: the schema cannot be followed, messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
         turns = turns_of(prompt, chat=chat, system=system)
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
-        return generator.stream(turns, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
+        return generator.stream(
+            turns, tokens=tokens, seed=seed, stop=stop, schema=schema, warn=self.warn
+        )
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""

@@ -66,7 +66,7 @@ class BatchReporter(StderrReporter):
             super().begin(title)
             return
         from systolic.serving.http.telemetry import OpeningLog
-        from systolic.serving.offline.display import BatchDisplay
+        from systolic.serving.offline.files import BatchDisplay
 
         self._display = BatchDisplay(sys.stderr)
         self._open.append(self._closing(self._display))
@@ -94,7 +94,7 @@ def show_batch(progress: "BatchProgress", *, source: Path, out: Path, json: bool
         out: Path of the results.
         json: Print one JSON object.
     """
-    from systolic.serving.offline.display import summary
+    from systolic.serving.offline.files import summary
 
     if json:
         print_json({"input": str(source), "output": str(out), **asdict(progress)})

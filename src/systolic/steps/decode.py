@@ -229,6 +229,7 @@ class Decode:
         count: jax.Array,
         key: jax.Array,
         capacity: int,
+        mask: jax.Array | None = None,
     ) -> DecodeState:
         """The state after a prompt, its first new token picked.
 
@@ -239,6 +240,7 @@ class Decode:
             count: int32[batch]: how many are real.
             key: Random key.
             capacity: Positions the cache has room for; static.
+            mask: Which tokens can come first: see :func:`systolic.steps.logits.masked`.
         """
         module = self._module(params, model_state)
         hidden, cache = module.prefill(tokens, count, capacity, self.cache_dtype)
@@ -246,20 +248,25 @@ class Decode:
         last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
         key, use = jax.random.split(key)
         return DecodeState(
-            token=pick(module.logits(last)[:, 0], use, self.sampling), key=key, cache=cache
+            token=pick(module.logits(last)[:, 0], use, self.sampling, mask), key=key, cache=cache
         )
 
     def decode(
-        self, params: Arrays, model_state: Arrays, state: DecodeState, count: int
+        self,
+        params: Arrays,
+        model_state: Arrays,
+        state: DecodeState,
+        count: int,
+        mask: jax.Array | None = None,
     ) -> tuple[DecodeState, jax.Array]:
-        """The next ``count`` (static) tokens int32[batch, count], the state's token first."""
+        """The next ``count`` (static) tokens int32[batch, count], the state's token first; the last of them, and those after it, by a mask."""
 
         def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
             module = self._module(params, model_state)
             logits, cache = module.extend(state.token, state.cache)
             key, use = jax.random.split(state.key)
             return DecodeState(
-                token=pick(logits, use, self.sampling), key=key, cache=cache
+                token=pick(logits, use, self.sampling, mask), key=key, cache=cache
             ), state.token
 
         state, tokens = jax.lax.scan(step, state, None, length=count)

@@ -67,8 +67,11 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return normaliser, jnp.sum(jnp.exp(logits - normaliser[..., None]) * moved, axis=-1)
 
 
-def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+def pick(
+    logits: jax.Array, key: jax.Array, sampling: Sampling, mask: jax.Array | None = None
+) -> jax.Array:
     """int32[batch] tokens from logits [batch, vocab], all by one setting, which is compiled in; :func:`choose` has one a row."""
+    logits = masked(logits, mask)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float32) / sampling.temperature
@@ -149,27 +152,41 @@ class ChosenTokens(NamedTuple):
     """f32[rows, TOP]."""
 
 
-def choose(logits: jax.Array, latest: jax.Array, draw: Draw) -> tuple[ChosenTokens, jax.Array]:
+def choose(
+    logits: jax.Array, latest: jax.Array, draw: Draw, mask: jax.Array | None = None
+) -> tuple[ChosenTokens, jax.Array]:
     """Tokens by temperature alone, and ``latest`` with them.
 
-    A row's token depends on its logits, settings, seed and number alone, never on its neighbours.
+    A row's token depends on its logits, settings, seed, number and mask alone, never on its neighbours.
 
     Args:
         logits: f32[rows, vocab].
         latest: int32[slots]: the last token of each slot.
         draw: How.
+        mask: Of :func:`masked`; None where every token can follow.
     """
-    tokens = _drawn(logits, draw)
+    if mask is None:
+        tokens = _drawn(logits, draw)
+    else:
+        # Reading bits costs a TPU as much as the rest of the choice.
+        tokens = jax.lax.cond(
+            _excludes(mask),
+            lambda: _drawn(masked(logits, mask), draw),
+            lambda: _drawn(logits, draw),
+        )
     none = jnp.zeros((logits.shape[0], 0))
     chosen = ChosenTokens(tokens, _logprob(logits, tokens), none.astype(jnp.int32), none)
     return chosen, latest.at[draw.slots].set(tokens)
 
 
 def choose_by_all(
-    logits: jax.Array, latest: jax.Array, draw: Draw, cuts: Cuts
+    logits: jax.Array, latest: jax.Array, draw: Draw, cuts: Cuts, mask: jax.Array | None = None
 ) -> tuple[ChosenTokens, jax.Array]:
     """:func:`choose` by all settings, with the likeliest tokens."""
-    changed = _cut(_penalised(logits, cuts), draw, cuts)
+    changed = _penalised(logits, cuts)
+    if mask is not None:
+        changed = jax.lax.cond(_excludes(mask), lambda: masked(changed, mask), lambda: changed)
+    changed = _cut(changed, draw, cuts)
     tokens = _drawn(changed, draw)
     values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -182,6 +199,25 @@ def score(logits: jax.Array, tokens: jax.Array) -> ChosenTokens:
     values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return ChosenTokens(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
+
+
+def masked(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Logits [rows, vocab] with -inf for tokens that cannot follow.
+
+    Args:
+        logits: Of any.
+        mask: uint32[rows, words]: one bit a token, the first in the lowest; None where every token can follow.
+    """
+    if mask is None:
+        return logits
+    rows, vocab = logits.shape
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(rows, -1)[:, :vocab] == 1, logits, -jnp.inf)
+
+
+def _excludes(mask: jax.Array) -> jax.Array:
+    """Whether a bit of a mask is 0."""
+    return jnp.any(mask != jnp.uint32(0xFFFFFFFF))
 
 
 def _logprob(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -3,8 +3,7 @@
 import io
 
 from systolic.serving.http.telemetry import OpeningLog
-from systolic.serving.offline.display import line, summary
-from systolic.serving.offline.files import BatchProgress
+from systolic.serving.offline.files import BatchProgress, line, summary
 
 
 def test_generated_tokens_and_prompts_are_told_apart() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
+from systolic.inference.grammar import Grammars
 from systolic.serving.request import BYTES, ArraySpec, ModelKind, RefusedError
 from systolic.serving.text.request import Finish, Logprob, TextOutput, TextRequest
 from systolic.serving.text.sequence import EngineLoad, EngineWatcher, StepFacts
@@ -91,6 +92,7 @@ class EchoEngine:
     ) -> None:
         self.tokenizer, self.step_seconds, self.context = tokenizer, step_seconds, context
         self.most, self.answer, self.watcher = most, tokenizer.encode(answer), watcher
+        self.grammars = Grammars(tokenizer, 264, (256,))
         self.streams: list[EchoStream] = []
         self.everything: list[EchoStream] = []
         self.ready, self.refuses = False, False

@@ -395,7 +395,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
     ("completions", {"prompt": "x", "logit_bias": {"999": 1}}, 400, "logit_bias"),
     ("completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
-    ("completions", {"prompt": "x", "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("completions", {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format"),
     ("completions", {"prompt": "x", "model": "nothing"}, 404, "model"),
     ("completions", {"prompt": "x", "model": "tensors"}, 400, "model"),
     ("completions", {"prompt": "x", "model": None}, 400, "model"),

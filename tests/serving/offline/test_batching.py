@@ -231,6 +231,7 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     encoder_folder(encoder)
     prompts = ["the capital of", "a question", "yes or no, " * 9, ""]
     rows = [{"prompt": text, "max_tokens": 16, "temperature": 0} for text in prompts]
+    rows.append({"prompt": "yes", "max_tokens": 30, "guided_json": {"enum": ["né", 7]}})
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [sys.executable, "-m", "systolic", "batch", str(path), str(source), str(out)]
@@ -244,6 +245,7 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
 
     expected = open_model(path).generate(prompts, tokens=16, sampling=Sampling(temperature=0.0))
     assert [found[f"line-{n}"]["choices"][0]["text"] for n in (1, 2, 3, 4)] == expected
+    assert json.loads(found["line-5"]["choices"][0]["text"]) in ("né", 7)
     source.write_text(json.dumps({"input": ["yes or no", "Rome"]}) + "\n")
     out = tmp_path / "vectors.jsonl"
     subprocess.run([*line[:4], str(encoder), str(source), str(out)], check=True)

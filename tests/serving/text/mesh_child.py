@@ -17,11 +17,11 @@ from systolic.inference.model import from_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text import replicas as placement_module
+from systolic.serving.text.converting import held_bytes
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replicas import ReplicaPlacement, Replicas
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
-from systolic.serving.text.runner import held_bytes
 from systolic.serving.text.sequence import EngineLoad, StepFacts
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, ServingLayout

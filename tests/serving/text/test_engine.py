@@ -396,11 +396,11 @@ def test_a_compile_after_the_start_is_noticed(small):
         runner = engine.runner
         real = runner.run
 
-        def run(work):
+        def run(*step):
             import jax
 
             jax.jit(lambda x: x * 3 + 1)(jnp.ones((5, 7)))
-            return real(work)
+            return real(*step)
 
         runner.run = run
         last = ask(engine, [1, 2, 3], 4)[-1]

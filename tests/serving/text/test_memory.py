@@ -11,9 +11,9 @@ from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
-from systolic.serving.text import runner
+from systolic.serving.text import converting, runner
+from systolic.serving.text.converting import held_bytes
 from systolic.serving.text.opening import open_engine, plan_engine
-from systolic.serving.text.runner import held_bytes
 from tests.serving.text.engine import SIZES, shared
 
 KINDS = [(True, False), (False, True), (True, True)]
@@ -115,13 +115,13 @@ def test_what_lies_on_a_device_is_not_there_for_others(monkeypatch):
             return self.stats or None
 
     several = [Device(bytes_limit=1000, bytes_in_use=used) for used in (100, 300)]
-    assert runner.capacity_bytes(several) == 700
+    assert converting.capacity_bytes(several) == 700
     # A CPU device counts nothing; its container's limit may be less than the machine's memory.
-    monkeypatch.setattr(runner, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
+    monkeypatch.setattr(converting, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
     least = psutil.virtual_memory().total // len(jax.local_devices())
-    assert 0 < runner.capacity_bytes([Device()]) < least
-    monkeypatch.setattr(runner, "memory_bytes", lambda: 0)
-    assert runner.capacity_bytes([Device()]) == 0
+    assert 0 < converting.capacity_bytes([Device()]) < least
+    monkeypatch.setattr(converting, "memory_bytes", lambda: 0)
+    assert converting.capacity_bytes([Device()]) == 0
 
 
 @pytest.mark.parametrize("room", [30, 12])

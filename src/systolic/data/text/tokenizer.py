@@ -403,6 +403,12 @@ class Tokenizer:
             return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
         return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def decode_all(self, texts: Sequence[list[int]]) -> list[str]:
+        """The text of each list of ids, as :meth:`decode`."""
+        if self.path is None:
+            return [self.decode(ids) for ids in texts]
+        return _load(self).backend.decode_batch(texts, skip_special_tokens=True)
+
     def shown(self, ids: Iterable[int]) -> str:
         """The text of some ids with the special tokens among them, for display."""
         if self.path is None:

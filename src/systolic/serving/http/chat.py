@@ -1,4 +1,7 @@
-"""``POST /v1/chat/completions``: messages written as the model's template takes them, answers to them, and calls of tools in these, told by the marks of the template."""
+"""``POST /v1/chat/completions``: messages written as the model's template takes them, answers to them, and calls of tools in these, told by the marks of the template.
+
+Grammars of llguidance make the arguments of every call follow their schema.
+"""
 
 import json
 import re
@@ -11,10 +14,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.core.errors import SystolicError
+from systolic.core.errors import OptionError, SystolicError
 from systolic.data.text.messages import REASONING, arguments_of, takes_of
+from systolic.inference.grammar import (
+    ARGUMENTS,
+    Matcher,
+    Rule,
+    call_rules,
+    json_rule,
+    thought_rules,
+    vocabulary_of,
+)
 from systolic.serving.http.protocol import (
     Count,
+    ProblemError,
     TextFields,
     Top,
     bad,
@@ -22,12 +35,12 @@ from systolic.serving.http.protocol import (
     read,
     refuse,
     room,
-    vocabulary_of,
 )
 from systolic.serving.http.responses import (
     DONE,
     attended,
     event,
+    grammar_of,
     merged,
     off_loop,
     streamed,
@@ -41,9 +54,13 @@ from systolic.serving.text.request import AnswerStream, Finish, Logprob, TextOut
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Marks of Hermes, Qwen and SmolLM3 around {"name": ..., "arguments": {...}}."""
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+"""Marks around what a model thinks before it answers."""
 _FIELDS = frozenset(("name", "arguments", "parameters", "type", "id"))
 """Fields of a call without marks."""
 _CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTALL)
+NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of the arguments of a function without parameters."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of OpenAI's API; others are taken where the template names them."""
 OWN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -141,9 +158,12 @@ class CallReader:
             call = _read(_first(rest.lstrip().removeprefix(OPEN).lstrip()))
             return (rest, []) if call is None else ("", [call])
         if not self._marked and not self._plain:
-            calls = [self._bare_call(line) for line in _objects(rest)]
+            objects = _objects(rest)
+            calls, cut = [self._bare_call(text) for text in objects], ""
+            if len(calls) > 1 and calls[-1] is None:
+                calls, cut = calls[:-1], objects[-1]
             if calls and all(calls):
-                return "", [call for call in calls if call is not None]
+                return cut, [call for call in calls if call is not None]
         return rest, []
 
     def _bare_call(self, text: str) -> ToolCall | None:
@@ -163,13 +183,60 @@ class CallReader:
         return "", []
 
 
-def _objects(text: str) -> Sequence[str]:
-    stripped = text.strip()
-    try:
-        calls = json.loads(stripped)
-    except ValueError:
-        return [line for line in re.split(r"[;\n]\s*(?=\{)", stripped) if line]
-    return [json.dumps(call) for call in calls] if isinstance(calls, list) else [stripped]
+class ThoughtReader:
+    """Splits what a model thinks from its answer after it, as the text comes.
+
+    Args:
+        begun: Whether the prompt has begun the thought; else the text may do it, or be an answer alone.
+    """
+
+    def __init__(self, *, begun: bool) -> None:
+        self._begun, self._ended, self._held = begun, False, ""
+        self._blank = True
+        """Whether the answer has no text yet."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Parts of the thought and of the answer that are certain now."""
+        self._held += text
+        if not self._begun and not self._ended:
+            if len(self._held) < len(THOUGHT) and THOUGHT.startswith(self._held):
+                return "", ""
+            self._begun = self._held.startswith(THOUGHT)
+            self._ended = not self._begun
+            self._held = self._held.removeprefix(THOUGHT)
+        if self._ended:
+            return "", self._answer()
+        end = self._held.find(THOUGHT_END)
+        certain = end if end >= 0 else len(self._held) - _overlap(self._held, THOUGHT_END)
+        thought, self._held = self._held[:certain], self._held[certain:]
+        if end < 0:
+            return thought, ""
+        self._ended, self._held = True, self._held.removeprefix(THOUGHT_END)
+        return thought, self._answer()
+
+    def flush(self) -> tuple[str, str]:
+        """The rest, when the text has ended."""
+        rest, self._held = self._held, ""
+        return (rest, "") if self._begun and not self._ended else ("", rest)
+
+    def _answer(self) -> str:
+        answer = self._held.lstrip() if self._blank else self._held
+        self._blank, self._held = self._blank and not answer, ""
+        return answer
+
+
+def _objects(text: str) -> list[str]:
+    """JSON objects of an answer: one, a list of them, or several after each other."""
+    objects, rest = [], text.strip()
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return [*objects, rest]
+        parts = value if isinstance(value, list) else [value]
+        objects += [json.dumps(part, ensure_ascii=False) for part in parts]
+        rest = rest[end:].lstrip("; \n\r\t")
+    return objects
 
 
 def _read(text: str) -> ToolCall | None:
@@ -394,10 +461,12 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
     fields = await read(request, ChatFields)
     fields.check()
     served, context = state.text(request, fields.model), RequestContext.of(request)
-    requests, forced = await chat_requests(fields, served, context, state)
+    requests, forced, begun = await chat_requests(fields, served, context, state)
     context.answer("chatcmpl")
-    numbered = enumerate(requests)
-    writers = [ChatWriter(fields, served, context, n, forced, len(r.tokens)) for n, r in numbered]
+    writers = [
+        ChatWriter(fields, served, context, n, forced, len(text.tokens), begun)
+        for n, text in enumerate(requests)
+    ]
     streams = submit(served.engine, requests, context)
     if fields.stream:
         return await streamed(request, _events(fields, context, streams, writers))
@@ -411,8 +480,8 @@ async def chat_completions(request: Request, state: ServerState) -> Response:
 
 async def chat_requests(
     fields: ChatFields, served: ServedText, context: RequestContext, state: ServerState
-) -> tuple[list[TextRequest], ForcedCall | None]:
-    """The engine's requests, one for each choice, and how their answers have to begin."""
+) -> tuple[list[TextRequest], ForcedCall | None, bool | None]:
+    """The engine's requests, one for each choice, how their answers have to begin, and whether a thought before them has begun: None where there is none."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if fields.modalities not in (None, ["text"]):
@@ -433,6 +502,7 @@ async def chat_requests(
     )
     marked = _marks(served, tools)
     forced = fields.forced(tools, marked=marked)
+    begun = None if forced is not None or fields.rule() is None else _thought(served, text)
     text += "" if forced is None else forced.begin
     one_call = forced is not None and forced.name is not None
     one_call |= bool(tools) and fields.parallel_tool_calls is False
@@ -442,6 +512,9 @@ async def chat_requests(
     field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     tokens = fields.truncated(tokens, fields.most, served.engine.context)
     most = room(len(tokens), fields.most, served.engine.context, "messages", field)
+    grammar = await _grammar(
+        fields, served, tools, marked=marked, several=not one_call, forced=forced, begun=begun
+    )
     requests = [
         fields.text_request(
             tokens,
@@ -450,12 +523,90 @@ async def chat_requests(
             max_tokens=most,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             deadline_seconds=context.deadline_seconds,
+            grammar=grammar,
         )
         for number in range(fields.n or 1)
     ]
     if one_call and marked:
         requests = [replace(request, stop=[*request.stop, CLOSE]) for request in requests]
-    return requests, forced
+    return requests, forced, begun
+
+
+async def _grammar(
+    fields: ChatFields,
+    served: ServedText,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    marked: bool,
+    several: bool,
+    forced: ForcedCall | None,
+    begun: bool | None,
+) -> Matcher | None:
+    """Grammar of the answer: calls, the form that the request asks for, or either; None where it is free.
+
+    Raises:
+        ProblemError: it cannot be followed.
+    """
+    ruled = None if forced is not None else fields.rule()
+    if ruled is None and not tools:
+        return None
+    lines, rules = _calls(tools, marked=marked, several=several, forced=forced)
+    param = "tools"
+    if ruled is None:
+        start = "start: free" if forced is None else "start: calls"
+    else:
+        param, rules["answer"] = ruled
+        if tools and not marked:
+            raise bad(
+                f"{param} goes with tools only where the chat template marks calls, and that of {served.name} does not; leave one out",
+                param,
+            )
+        start = "start: thought calls | thought @answer" if tools else "start: thought @answer"
+        lines += thought_rules(THOUGHT, THOUGHT_END, begun=begun)
+    try:
+        return await grammar_of(served.engine, "\n".join((start, *lines)), rules, param)
+    except ProblemError:
+        for name, rule in rules.items():  # Tells whose fault it is.
+            where = f"tools[{name.removeprefix(ARGUMENTS)}].function.parameters"
+            where = param if name == "answer" else where
+            await grammar_of(served.engine, "start: @answer", {"answer": rule}, where)
+        raise
+
+
+def _calls(
+    tools: Sequence[Mapping[str, Any]], *, marked: bool, several: bool, forced: ForcedCall | None
+) -> tuple[list[str], dict[str, Rule]]:
+    """Rules of :func:`systolic.inference.grammar.call_rules`, and of the arguments that they name.
+
+    Raises:
+        ProblemError: a tool's parameters are no schema.
+    """
+    rules: dict[str, Rule] = {}
+    if not tools:
+        return [], rules
+    field, heads = "arguments" if marked else "parameters", []
+    for number, tool in enumerate(tools):
+        function, where = tool["function"], f"tools[{number}].function.parameters"
+        heads.append(f'{{"name": "{function["name"]}", "{field}": ')
+        schema, lenient = function.get("parameters"), function.get("strict") is False
+        try:
+            rules[f"{ARGUMENTS}{number}"] = json_rule(schema or NOTHING, lenient=lenient)
+        except OptionError as error:
+            raise bad(f"{where}: {error}", where) from error
+    begin, marks = "" if forced is None else forced.begin, (OPEN, CLOSE) if marked else None
+    return call_rules(heads, marks=marks, several=several, begin=begin), rules
+
+
+def _thought(served: ServedText, prompt: str) -> bool | None:
+    """Whether a prompt has begun a thought before the answer; None where there is none, or its marks would be left out of the text."""
+    words = vocabulary_of(served.tokenizer)
+    marks = [served.tokenizer.find(mark) for mark in (THOUGHT, THOUGHT_END)]
+    ids = [index for index in marks if index is not None]
+    text = "" if served.template is None else served.template.text
+    if THOUGHT_END not in text or not all(words.contents(ids)):
+        return None
+    end = prompt.rstrip()
+    return None if end.endswith(THOUGHT_END) else end.endswith(THOUGHT)
 
 
 def _marks(served: ServedText, tools: list[dict[str, Any]]) -> bool:
@@ -495,6 +646,7 @@ class ChatWriter:
         number: Which choice.
         forced: How its answer begins.
         prompt_tokens: Of its prompt.
+        begun: Whether the prompt begins a thought before it; None where there is none.
     """
 
     def __init__(
@@ -505,10 +657,12 @@ class ChatWriter:
         number: int,
         forced: ForcedCall | None,
         prompt_tokens: int,
+        begun: bool | None,
     ) -> None:
         self._prompt_tokens, self._written = prompt_tokens, 0
         self._fields, self._served, self._context, self._index = fields, served, context, number
         tools = fields.used_tools(served)
+        self._thoughts = None if begun is None else ThoughtReader(begun=begun)
         self._reader: CallReader | None = None
         if tools and served.template is not None:
             self._reader = CallReader(
@@ -525,9 +679,11 @@ class ChatWriter:
 
     def choice(self, output: TextOutput) -> dict[str, Any]:
         """The whole choice."""
-        said, calls = self.split(output, last=True)
+        thought, said, calls = self.split(output, last=True)
         reason = "stop" if output.finish is None else output.finish.value
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["content"] = said.strip() or None
             message["tool_calls"] = [call.body(short=self.short_ids) for call in calls]
@@ -549,7 +705,9 @@ class ChatWriter:
             self._begun = True
             written += self._event({"role": "assistant", "content": ""})
         self._written += len(output.token_ids)
-        said, calls = self.split(output, last=finish is not None)
+        thought, said, calls = self.split(output, last=finish is not None)
+        if thought:
+            written += self._event({"reasoning_content": thought})
         if self._fields.logprobs:
             self._ids += output.token_ids
             self._likely += output.logprobs
@@ -564,15 +722,21 @@ class ChatWriter:
             written += self._event({}, finish="tool_calls" if called else finish.value)
         return written
 
-    def split(self, output: TextOutput, *, last: bool) -> tuple[str, list[ToolCall]]:
-        """Text and calls that are certain now."""
-        if self._reader is None:
-            return output.text, []
-        said, calls = self._reader.push(output.text)
-        if last:
-            rest, late = self._reader.flush()
-            said, calls = said + rest, [*calls, *late]
-        return said, calls
+    def split(self, output: TextOutput, *, last: bool) -> tuple[str, str, list[ToolCall]]:
+        """Thought, text and calls that are certain now."""
+        thought, said = "", output.text
+        calls: list[ToolCall] = []
+        if self._thoughts is not None:
+            thought, said = self._thoughts.push(said)
+            if last:
+                rest, late = self._thoughts.flush()
+                thought, said = thought + rest, said + late
+        if self._reader is not None:
+            said, calls = self._reader.push(said)
+            if last:
+                end, more = self._reader.flush()
+                said, calls = said + end, [*calls, *more]
+        return thought, said, calls
 
     def _event(
         self, delta: dict[str, Any], *, finish: str | None = None, logprobs: bool = False

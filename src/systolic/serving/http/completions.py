@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room, vocabulary_of
+from systolic.inference.grammar import vocabulary_of
+from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room
 from systolic.serving.http.responses import (
     DONE,
     attended,
     event,
+    grammar_of,
     merged,
     opening_ids,
     streamed,
@@ -98,6 +100,10 @@ async def _requests(
         raise bad(
             "max_tokens is 0, which goes with echo: true only; ask for 1 or more", "max_tokens"
         )
+    ruled, grammar = fields.rule(), None
+    if ruled is not None:
+        param, rule = ruled
+        grammar = await grammar_of(served.engine, "start: @answer", {"answer": rule}, param)
     scored = bool(fields.echo) and fields.logprobs is not None
     requests = []
     for tokens in prompts:
@@ -115,6 +121,7 @@ async def _requests(
                 max_tokens=new,
                 logprobs=fields.logprobs,
                 deadline_seconds=context.deadline_seconds,
+                grammar=grammar,
             )
             requests.append(replace(choice, prompt_logprobs=scored))
     return requests

@@ -1,12 +1,12 @@
 """JSON of the routes: bodies of requests as typed records, answers, and the error body of each protocol."""
 
+import json
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,11 +14,18 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
-from systolic.data.text.tokenizer import Tokenizer
+from systolic.inference.grammar import (
+    Matcher,
+    Rule,
+    Vocabulary,
+    choice_rule,
+    json_rule,
+    regex_rule,
+    written_rule,
+)
 from systolic.serving.request import ExpiredError, RefusedError
 from systolic.serving.text.request import SamplingParams, TextRequest
 
-_VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 KINDS: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
@@ -81,11 +88,6 @@ LONGEST_STOP = 1024
 """Characters of a stop string; so much of a stream can be held back."""
 UNSUPPORTED = (
     "suffix",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "prompt_embeds",
     "allowed_token_ids",
     "bad_words",
@@ -106,77 +108,6 @@ UNSUPPORTED = (
 """Fields that this server knows and does not carry out."""
 
 
-@lru_cache(maxsize=1)
-def _byte_of() -> dict[str, int]:
-    """Sign to byte of byte-level vocabularies (openai/gpt-2, encoder.py: bytes_to_unicode)."""
-    visible = {chr(byte): byte for byte in _VISIBLE}
-    others = [byte for byte in range(256) if byte not in visible.values()]
-    return visible | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-class Vocabulary:
-    """Text and bytes of single tokens.
-
-    Args:
-        tokenizer: Of the model.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
-        mark = tokenizer.encode("a")
-        self._mark = mark[-1:]
-        self._before = tokenizer.decode(self._mark)
-        # A space that is written as this sign tells byte-level vocabularies from all others.
-        probe = tokenizer.encode(" a")
-        self._byte_level = bool(probe) and tokenizer.token(probe[0]).startswith("\u0120")
-
-    def text(self, index: int) -> str:
-        """The text of a token; of one that is no whole character ``bytes:\\xe2\\x80``, as OpenAI writes it."""
-        return self._both(index)[0]
-
-    def raw(self, index: int) -> list[int]:
-        """The bytes of a token."""
-        return self._both(index)[1]
-
-    def _both(self, index: int) -> tuple[str, list[int]]:
-        text_and_bytes = self._known.get(index)
-        if text_and_bytes is None:
-            text_and_bytes = self._known[index] = self._read(index)
-        return text_and_bytes
-
-    def _read(self, index: int) -> tuple[str, list[int]]:
-        if self._tokenizer.path is None:
-            raw = bytes([index]) if index < 256 else b""
-            return _as_text(raw) if raw else self._tokenizer.token(index), list(raw)
-        # After another token, since some tokenizers drop the space before a text.
-        text = self._tokenizer.decode([*self._mark, index])[len(self._before) :]
-        if "\ufffd" not in text:
-            text = text or self._tokenizer.token(index)
-            return text, list(text.encode())
-        piece = self._tokenizer.token(index)
-        if len(piece) == 6 and piece.startswith("<0x"):
-            raw = bytes([int(piece[3:5], 16)])
-        elif self._byte_level:
-            raw = bytes(_byte_of()[sign] for sign in piece if sign in _byte_of())
-        else:
-            raw = text.encode()
-        return _as_text(raw), list(raw)
-
-
-def _as_text(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-@lru_cache(maxsize=8)
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer, kept."""
-    return Vocabulary(tokenizer)
-
-
 class Dialect(Enum):
     """Whose error body a path has."""
 
@@ -192,6 +123,16 @@ class Dialect(Enum):
         rest = path.removeprefix("/v1/models/")
         own = rest != path and (":" in rest or "/versions/" in rest or "/labels/" in rest)
         return cls.plain if own or path.endswith("/metadata") else cls.openai
+
+
+FORMS: Mapping[str, Callable[[Any], Rule]] = {
+    "json": lambda value: json_rule(json.loads(value) if isinstance(value, str) else value),
+    "regex": regex_rule,
+    "choice": choice_rule,
+    "grammar": written_rule,
+    "json_object": lambda _: json_rule({"type": "object"}),
+}
+"""Forms that an answer can follow, as vLLM's ``structured_outputs`` names it, and its grammar."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -395,14 +336,15 @@ class TextFields(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     return_tokens_as_token_ids: bool | None = None
     """Whether ``logprobs`` name tokens by their ids, which no two of them share."""
-    # Known and not carried out.
+    # What the answer follows, as OpenAI and vLLM have it.
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Known and not carried out.
     best_of: int | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     prompt_embeds: Any = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -418,10 +360,6 @@ class TextFields(Struct, kw_only=True):
         Raises:
             ProblemError: the first such field.
         """
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise bad(
-                "response_format other than text is not supported; leave it out", "response_format"
-            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad("best_of is not supported; ask for n answers", "best_of")
         for name in UNSUPPORTED:
@@ -447,6 +385,32 @@ class TextFields(Struct, kw_only=True):
                 f"stop has a string that is empty or longer than {LONGEST_STOP} characters", "stop"
             )
         return several
+
+    def rule(self) -> tuple[str, Rule] | None:
+        """The field that says what the answer follows, with its grammar; None where the answer is free.
+
+        Raises:
+            ProblemError: several fields do, or it is of another form.
+        """
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        wanted = {f"guided_{f}": (f, value) for f, value in guided.items() if value is not None}
+        if self.structured_outputs is not None:
+            wanted["structured_outputs"] = _form_of(self.structured_outputs)
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            wanted["response_format"] = _format_of(self.response_format)
+        if len(wanted) > 1:
+            raise bad(f"{' and '.join(wanted)} say what the answer follows; send one", [*wanted][1])
+        for name, (form, value) in wanted.items():
+            try:
+                return name, FORMS[form](value)
+            except (OptionError, ValueError, TypeError, RecursionError) as error:
+                raise bad(f"{name}: {error}", name) from error
+        return None
 
     def written(self, words: Vocabulary) -> Callable[[int], str]:
         """How ``logprobs`` name a token: by its text, or as vLLM writes ids."""
@@ -540,6 +504,7 @@ class TextFields(Struct, kw_only=True):
         max_tokens: int,
         logprobs: int | None,
         deadline_seconds: float | None,
+        grammar: Matcher | None,
     ) -> TextRequest:
         """The engine's request for one choice."""
         return TextRequest(
@@ -553,7 +518,39 @@ class TextFields(Struct, kw_only=True):
             ignore_ends=bool(self.ignore_eos),
             logprobs=logprobs,
             deadline_seconds=deadline_seconds,
+            grammar=grammar,
         )
+
+
+def _form_of(outputs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Name and value of what vLLM's ``structured_outputs`` asks for."""
+    forms = [(form, outputs[form]) for form in FORMS if outputs.get(form) not in (None, False)]
+    if len(forms) != 1 or outputs.get("structural_tag") is not None:
+        raise bad(f"structured_outputs takes one of {', '.join(FORMS)}", "structured_outputs")
+    ((form, value),) = forms
+    texts = value if form == "choice" and isinstance(value, list) else [value]
+    kind = dict if form == "json" and not isinstance(value, str) else str
+    if form != "json_object" and (not texts or any(not isinstance(text, kind) for text in texts)):
+        raise bad(f"structured_outputs.{form} is {_shown(value)}", f"structured_outputs.{form}")
+    return form, value
+
+
+def _format_of(wanted: Mapping[str, Any]) -> tuple[str, Any]:
+    """Name and value of what OpenAI's ``response_format`` asks for."""
+    if wanted.get("type") == "json_object":
+        return "json_object", None
+    if wanted.get("type") != "json_schema":
+        raise bad(
+            f"response_format.type is {_shown(wanted.get('type'))}; it takes text, json_object or json_schema",
+            "response_format",
+        )
+    described = wanted.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise bad(
+            "response_format.json_schema has no schema; send {name, schema}", "response_format"
+        )
+    return "json", schema
 
 
 def refuse(name: str, value: object) -> None:

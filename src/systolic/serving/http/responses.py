@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from systolic.core.errors import SystolicError
+from systolic.core.errors import OptionError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
+from systolic.inference.grammar import Matcher, Rule, grammar_text
+from systolic.serving.http.protocol import Dialect, ProblemError, bad, encode, problem_of
 from systolic.serving.http.state import RequestContext
 from systolic.serving.registry import ServedBatch
 from systolic.serving.request import ModelKind
@@ -39,6 +40,27 @@ async def token_ids(tokenizer: Tokenizer, text: str, *, special: bool) -> list[i
 async def opening_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text to continue, which may be empty: see :meth:`Tokenizer.opening`."""
     return await off_loop(len(text), lambda: tokenizer.opening(text))
+
+
+async def grammar_of(
+    engine: TextEngine, start: str, rules: Mapping[str, Rule], param: str
+) -> Matcher:
+    """The beginning of an answer by :func:`systolic.inference.grammar.grammar_text`.
+
+    Args:
+        engine: Of the model.
+        start: As there.
+        rules: As there.
+        param: Field of the request that asks for it.
+
+    Raises:
+        ProblemError: it cannot be followed.
+    """
+    text = grammar_text(start, rules)
+    try:
+        return await asyncio.to_thread(engine.grammars.compiled, text)
+    except OptionError as error:
+        raise bad(f"{param}: {error}", param) from error
 
 
 def submit(

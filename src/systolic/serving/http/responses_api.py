@@ -208,11 +208,11 @@ async def responses(request: Request, state: ServerState) -> Response:
         chat = fields.chat()
         chat.check()
         served = state.text(request, chat.model)
-        (text,), forced = await chat_requests(chat, served, context, state)
+        (text,), forced, begun = await chat_requests(chat, served, context, state)
     except ProblemError as problem:
         raise _renamed(problem) from problem
     context.answer("resp")
-    chat_writer = ChatWriter(chat, served, context, 0, forced, len(text.tokens))
+    chat_writer = ChatWriter(chat, served, context, 0, forced, len(text.tokens), begun)
     writer = _ItemWriter(fields, context, chat_writer)
     streams = submit(served.engine, [text], context)
     if fields.stream:
@@ -276,7 +276,7 @@ class _ItemWriter:
     def push(self, output: TextOutput) -> bytes:
         """Events of the next output."""
         last = output.finish is not None
-        said, calls = self._chat.split(output, last=last)
+        _, said, calls = self._chat.split(output, last=last)
         if LOGPROBS in (self._fields.include or ()):
             self._scores += self._chat.logprobs(output.token_ids, output.logprobs)["content"]
         if calls and not said.strip():

@@ -1,19 +1,21 @@
-"""Weights of training or of files as those of serving, part by part; on a CPU, quantized matrices as floats."""
+"""Weights of training or of files as those of serving, part by part; on a CPU, quantized matrices as floats; memory of devices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
+import psutil
 
+from systolic.chips.host import memory_bytes
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.core.units import si
 from systolic.inference.model import PreparedModel
 from systolic.job import Job, Quantization, WeightFormat
 from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.models.decoder.config import Decoder
-from systolic.models.quantized.codes import Quantized
+from systolic.models.quantized.codes import Quantized, stored_bytes
 from systolic.steps.paged import PagedSteps, ServingWeights
 
 if TYPE_CHECKING:
@@ -149,8 +151,6 @@ def restored_on_cpu(
     slow = {p: how for p, how in job.quantization.matrices if not _multiplied(job, p, how.format)}
     if machine.platform != "cpu" or not slow or not isinstance(job.model, Decoder):
         return model
-    from systolic.serving.text.runner import capacity_bytes
-
     kept = {p: how for p, how in job.quantization.matrices if p not in slow}
     setup = again(replace(job, quantization=Quantization.of(kept)))
     before, after = (_bytes(prepared) for prepared in (model.setup, setup))
@@ -187,3 +187,31 @@ def _bytes(setup: "Setup") -> int:
 
     network = setup.steps.network
     return sum(sizes_of({**network.params, **network.model_state}).bytes_by_dtype.values())
+
+
+def capacity_bytes(devices: Iterable[Any]) -> int:
+    """Bytes that programs may use of each device beside what lies there already, such as another model.
+
+    On a CPU a device's share of what the machine has free, and of its container's limit.
+
+    Args:
+        devices: Local ones.
+    """
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if stats.get("bytes_limit"):
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    if free:
+        return int(min(free))
+    own = psutil.Process().memory_info().rss
+    host = min(psutil.virtual_memory().available, max(memory_bytes() - own, 0))
+    return host // len(jax.local_devices())
+
+
+def held_bytes(arrays: Any) -> int:
+    """Bytes of abstract arrays on one device."""
+    return sum(
+        stored_bytes(array.sharding.shard_shape(array.shape), array.dtype)
+        for array in jax.tree.leaves(arrays)
+    )

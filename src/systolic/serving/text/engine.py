@@ -3,11 +3,12 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from systolic.core.errors import RunError
+from systolic.inference.grammar import Grammars
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import COUNT, count_compiles
 from systolic.serving.request import RefusedError
@@ -62,6 +63,7 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.bounds = runner, scheduler, bounds
         self.tokenizer, self.ends, self.watcher = tokenizer, frozenset(ends), watcher
+        self.grammars = Grammars(tokenizer, runner.vocab, self.ends)
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
         self._cancelled: deque[Sequence] = deque()
@@ -126,7 +128,7 @@ class Engine:
                 request=request,
                 stream=stream,
                 tokenizer=self.tokenizer,
-                ends=frozenset() if request.ignore_ends else self.ends,
+                ends=frozenset() if request.ignore_ends and not request.grammar else self.ends,
                 context=self.context,
             )
             self._by_stream[stream] = sequence
@@ -211,20 +213,26 @@ class Engine:
         """Schedules a step, runs it, and collects the one before; False where the loop shall end.
 
         The device computes a step while the host hands out the tokens of the one before, which are pending until then.
-        Only penalties have to know them before they choose the next, and proposals before they are made and verified.
+        Where a choice depends on them, by penalties or a grammar, the device computes its logits meanwhile; proposals are made and
+        verified when they are known.
         """
         flight, self._flight = self._flight, None
         if not self._take(waits=flight is None):
             return False
         begin, compiles, waited = time.perf_counter(), COUNT.compiled, 0.0
-        penalized = any(sequence.penalized for sequence in self._live.values())
-        if flight is not None and (flight.verifies or self.scheduler.proposes or penalized):
+        if flight is not None and (flight.verifies or self.scheduler.proposes):
             waited, flight = self._collect(flight), None
+
+        def settle() -> None:
+            nonlocal flight, waited
+            if flight is not None:
+                flight, before = None, flight
+                waited = self._collect(before)
+
         work = self.scheduler.schedule()
         if work:
-            self._flight = self._run(work)
-        if flight is not None:
-            waited = self._collect(flight)
+            self._flight = self._run(work, settle)
+        settle()
         self._report(time.perf_counter() - begin, waited, COUNT.compiled > compiles)
         return True
 
@@ -259,9 +267,9 @@ class Engine:
                 self._end(sequence, Finish.deadline)
         return bool(not closing or self._live or not waits)
 
-    def _run(self, work: StepWork) -> StepInFlight:
+    def _run(self, work: StepWork, settle: Callable[[], None]) -> StepInFlight:
         """Starts a step; sequences whose settings it cannot take end, and no others."""
-        flight = self.runner.run(work)
+        flight = self.runner.run(work, settle)
         for call in flight.calls:
             for sequence, error in call.broken:
                 self._end(sequence, Finish.error, reason(error))

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from systolic.data.text.text_data import TextData
+from systolic.inference.grammar import Grammars
 from systolic.job import Batch, Job, Layout
 from systolic.models.decoder.config import Decoder
 from systolic.serving.registry import LiveEngine
 from systolic.serving.request import RefusedError
+from systolic.serving.text.converting import capacity_bytes, held_bytes
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.serving.text.request import AnswerStream, TextRequest
-from systolic.serving.text.runner import capacity_bytes, held_bytes
 from systolic.serving.text.scheduler import next_key
 from systolic.serving.text.sequence import START
 from systolic.steps.paged import PagedSteps
@@ -57,6 +58,11 @@ class Replicas:
     def context(self) -> int:
         """See :class:`systolic.serving.text.request.TextEngine`."""
         return self.engines[0].context
+
+    @property
+    def grammars(self) -> Grammars:
+        """See :class:`systolic.serving.text.request.TextEngine`."""
+        return self.engines[0].grammars
 
     @property
     def ready(self) -> bool:

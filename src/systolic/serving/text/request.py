@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
+from systolic.inference.grammar import Grammars, Matcher
 from systolic.inference.results import Finish
 
 TopLogprobs = Sequence[tuple[int, float]]
@@ -84,6 +85,8 @@ class TextRequest:
     """Log-probabilities of the prompt's tokens as well, with as many likeliest ones as ``logprobs``."""
     deadline_seconds: float | None = None
     """Ends the text so long after it was submitted."""
+    grammar: Matcher | None = None
+    """The beginning of a text in the grammar that the answer follows; the model's end tokens then end it whatever ``ignore_ends`` says."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,6 +175,11 @@ class TextEngine(Protocol):
     @property
     def context(self) -> int:
         """Tokens that a prompt and its answer may have together."""
+        ...
+
+    @property
+    def grammars(self) -> Grammars:
+        """Grammars of its tokens."""
         ...
 
     def submit(self, request: TextRequest) -> AnswerStream:

@@ -4,7 +4,7 @@ All programs are compiled before the first request, none after.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,16 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
-from systolic.chips.host import memory_bytes
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
+from systolic.inference.grammar import fill_masks
 from systolic.job.serving_memory import ServingMemory
-from systolic.models.quantized.codes import stored_bytes
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets
+from systolic.serving.text.converting import capacity_bytes, held_bytes
 from systolic.serving.text.request import TopLogprobs
 from systolic.serving.text.scheduler import StepWork
 from systolic.serving.text.sequence import PENDING, PromptScores, Sequence
@@ -87,13 +86,13 @@ class Programs:
     drafted: tuple[StepShape, ...] = ()
     """Shapes of programs that verify proposals."""
     verify: dict[StepShape, Any] = field(default_factory=dict)
-    """Programs like those of ``read``, with logits after every token."""
+    """The same as ``read``, with logits after every token."""
     score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
     choose: dict[int, Any] = field(default_factory=dict)
-    """By texts of a step: (logits, latest, packed draw) -> (chosen, latest)."""
+    """By texts of a step: (logits, latest, packed draw, masks) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
-    """By texts of a step: (logits, latest, packed draw, cuts) -> (chosen, latest)."""
+    """By texts of a step: (logits, latest, packed draw, masks, cuts) -> (chosen, latest)."""
     on_compiled: Callable[[CompileFacts], None] = lambda _: None
     """Called after each program, from the thread that made it ready."""
     store: ProgramStore | None = None
@@ -105,6 +104,11 @@ class Programs:
     def positions(self) -> int:
         """Tokens of a text that the choice by all settings can look back on."""
         return max(shape.pages for shape in self.shapes) * self.paged.page_size
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits that have one for each token of the model."""
+        return -(-self.paged.vocab // 32)
 
     @property
     def scored(self) -> StepShape:
@@ -258,8 +262,8 @@ class Programs:
     def _choose(self, texts: int) -> TextProgram:
         target = self.paged.steps.target
 
-        def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
-            return choose(for_choice(target, logits), latest, Draw.unpacked(packed))
+        def by_temperature(logits: Any, latest: Any, packed: Any, masks: Any) -> Any:
+            return choose(for_choice(target, logits), latest, Draw.unpacked(packed), masks)
 
         lowering = self._lower(by_temperature, self._choice(texts), (None, None))
         return self._program(f"choice of {texts}", self.choose, texts, lowering, (CHOSEN, 0))
@@ -278,10 +282,10 @@ class Programs:
             some(real, BIASES),
         )
 
-        def by_all(logits: Any, latest: Any, packed: Any, cuts: Cuts) -> Any:
+        def by_all(logits: Any, latest: Any, packed: Any, masks: Any, cuts: Cuts) -> Any:
             # Its cuts are found bit by bit, by 32 sums over the vocabulary.
             logits = for_choice(target, logits, always=True)
-            return choose_by_all(logits, latest, Draw.unpacked(packed), cuts)
+            return choose_by_all(logits, latest, Draw.unpacked(packed), cuts, masks)
 
         lowering = self._lower(by_all, (*self._choice(texts), cuts), (None, None))
         name = f"choice of {texts} by all settings"
@@ -291,8 +295,8 @@ class Programs:
         def some(dtype: Any, *size: int) -> Any:
             return jax.ShapeDtypeStruct(size, dtype, sharding=self.everywhere)
 
-        draw = some(jnp.int32, 4, texts)
-        return self._logits(texts), some(jnp.int32, self.slots + 1), draw
+        draw, masks = some(jnp.int32, 4, texts), some(jnp.uint32, texts, self.words)
+        return self._logits(texts), some(jnp.int32, self.slots + 1), draw, masks
 
     def _program(
         self,
@@ -389,32 +393,45 @@ class StepRunner:
         self.programs, self.buckets = programs, buckets
         self._weights, self._pages = weights, pages
         self._latest = jax.device_put(np.zeros(programs.slots + 1, np.int32), programs.everywhere)
+        self._open = {
+            texts: jax.device_put(self._open_masks(texts), programs.everywhere)
+            for texts in programs.texts
+        }
+        """Masks of steps where every token can follow, on the devices."""
 
     @property
     def vocab(self) -> int:
         """Tokens of the model."""
         return self.programs.paged.vocab
 
-    def run(self, work: StepWork) -> StepInFlight:
-        """Starts a step; its sequences have read their tokens, and the next of each is pending."""
+    def run(self, work: StepWork, settle: Callable[[], None] = lambda: None) -> StepInFlight:
+        """Starts a step; its sequences have read their tokens, and the next of each is pending.
+
+        Args:
+            work: Of the scheduler.
+            settle: Makes the tokens of the step before known. Called, while the device computes the logits, before the first
+                choice that depends on them.
+        """
         flight = StepInFlight(preempted=len(work.preempted))
         decode, parts = work.decode, list(work.prefill)
         mixed = None if work.drafts else self._mixed(decode, parts)
         if work.drafts:
             flight.calls.append(self._verified(decode, work.drafts))
         elif mixed is not None:
-            flight.calls.append(self._call(mixed, decode, parts.pop(0)))
+            flight.calls.append(self._call(mixed, decode, parts.pop(0), settle))
         elif decode:
             shape = self.buckets.shape(len(decode), 0, self._pages_of(decode, None))
             assert shape is not None
-            flight.calls.append(self._call(shape, decode, None))
+            flight.calls.append(self._call(shape, decode, None, settle))
         for part in parts:
+            if part[0].ended:
+                continue
             if part[0].request.prompt_logprobs:
                 shape = self.programs.scored
             else:
                 shape = self.buckets.shape(0, part[1], self._pages_of([], part))
             assert shape is not None
-            flight.calls.append(self._call(shape, [], part))
+            flight.calls.append(self._call(shape, [], part, settle))
         return flight
 
     def collect(self, flight: StepInFlight) -> list[StepResult]:
@@ -452,7 +469,13 @@ class StepRunner:
             ends.append(part[0].read + part[1])
         return -(-max(ends) // size)
 
-    def _call(self, shape: StepShape, decode: list[Sequence], part: Part | None) -> ProgramCall:
+    def _call(
+        self,
+        shape: StepShape,
+        decode: list[Sequence],
+        part: Part | None,
+        settle: Callable[[], None],
+    ) -> ProgramCall:
         """Runs one program, and moves its sequences on."""
         read = [] if part is None else [(part[0], part[0].tokens[: part[0].read + part[1]])]
         packed = self._packed(shape, decode, read)
@@ -477,6 +500,8 @@ class StepRunner:
                 sequence.started = now
         ended = [(row, sequence, sequence.read) for row, sequence, _ in parts if not sequence.left]
         unfinished = [(row, s, s.read) for row, s, _ in parts if s.left]
+        if any(sequence.looks_back for _, sequence, _ in ended):
+            settle()
         broken: list[tuple[Sequence, Exception]] = []
         choices = [(row, sequence, sequence.tokens) for row, sequence, _ in ended]
         chosen = self._choose(shape.texts, logits, choices, broken)
@@ -534,13 +559,40 @@ class StepRunner:
     ) -> ChosenTokens:
         """Chooses tokens from logits; arguments as of :meth:`_choice`."""
         draw, cuts = self._choice(rows, choices, broken)
+        masks = self._masks(rows, choices, broken)
         if cuts is None:
-            chosen, self._latest = self.programs.choose[rows](logits, self._latest, draw)
+            chosen, self._latest = self.programs.choose[rows](logits, self._latest, draw, masks)
         else:
             chosen, self._latest = self.programs.choose_by_all[rows](
-                logits, self._latest, draw, cuts
+                logits, self._latest, draw, masks, cuts
             )
         return chosen
+
+    def _open_masks(self, rows: int) -> np.ndarray:
+        return np.full((rows, self.programs.words), 0xFFFFFFFF, np.uint32)
+
+    def _masks(
+        self,
+        rows: int,
+        choices: list[Choice],
+        broken: list[tuple[Sequence, Exception]],
+    ) -> Any:
+        """Which tokens can follow; see :func:`systolic.steps.logits.masked`. Arguments as of :meth:`_choice`."""
+        bound = []
+        for place, sequence, text in choices:
+            if sequence.matcher is not None and not sequence.ended:
+                proposed = text[len(sequence.tokens) :]
+                bound.append((sequence, sequence.matcher.after(proposed), place))
+        if not bound:
+            return self._open[rows]
+        masks = self._open_masks(rows)
+        fill_masks([(matcher, place) for _, matcher, place in bound], masks)
+        for sequence, matcher, _ in bound:
+            try:
+                matcher.check()
+            except RunError as error:
+                broken.append((sequence, error))
+        return masks
 
     def _packed(
         self, shape: StepShape, decode: list[Sequence], parts: list[tuple[Sequence, list[int]]]
@@ -698,34 +750,6 @@ def _cuts(
             broken.append((sequence, error))
     arrays: Any = (top_k, *reals, text, prompt, biased, bias)
     return Cuts(*arrays)
-
-
-def capacity_bytes(devices: Iterable[Any]) -> int:
-    """Bytes that programs may use of each device beside what lies there already, such as another model.
-
-    On a CPU a device's share of what the machine has free, and of its container's limit.
-
-    Args:
-        devices: Local ones.
-    """
-    free = []
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if stats.get("bytes_limit"):
-            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    if free:
-        return int(min(free))
-    own = psutil.Process().memory_info().rss
-    host = min(psutil.virtual_memory().available, max(memory_bytes() - own, 0))
-    return host // len(jax.local_devices())
-
-
-def held_bytes(arrays: Any) -> int:
-    """Bytes of abstract arrays on one device."""
-    return sum(
-        stored_bytes(array.sharding.shard_shape(array.shape), array.dtype)
-        for array in jax.tree.leaves(arrays)
-    )
 
 
 def memory_of(programs: Programs, pages: int | None = None) -> ServingMemory:

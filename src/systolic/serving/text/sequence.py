@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from systolic.core.errors import RunError
+from systolic.inference.grammar import Matcher
 from systolic.inference.results import Finish, Stops
 from systolic.serving.text.request import Logprob, Stream, TextOutput, TextRequest, TopLogprobs
 
@@ -96,7 +97,9 @@ class Sequence:
     slot: int = -1
     """Place of its last token on the device, while it runs."""
     seed: int = field(init=False)
-    penalized: bool = field(init=False)
+    matcher: Matcher | None = field(init=False)
+    """Position in its grammar, if it follows one."""
+    looks_back: bool = field(init=False)
     """Whether its next token depends on all before it, the last one included."""
     cut: bool = field(init=False)
     """Whether its tokens are chosen by more than a temperature, or the likeliest are told."""
@@ -141,7 +144,8 @@ class Sequence:
         self.max_length = min(self.prompt_tokens + request.max_tokens, self.context)
         seed = request.sampling.seed
         self.seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
-        self.penalized = request.sampling.penalizes
+        self.matcher = request.grammar and request.grammar.copy()
+        self.looks_back = request.sampling.penalizes or self.matcher is not None
         self.cut = request.sampling.cuts or bool(request.logprobs or request.min_tokens)
         self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
         after = request.deadline_seconds
@@ -209,7 +213,7 @@ class Sequence:
             scores: Of tokens of the prompt.
 
         Raises:
-            RunError: the logits are not finite.
+            RunError: the logits are not finite, or the text's grammar is too complex.
         """
         if math.isnan(logprob):
             raise RunError("the model's logits for this text are not finite")
@@ -231,13 +235,15 @@ class Sequence:
         self._ids.append(token)
         if request.logprobs is not None:
             self._logprobs.append((logprob, top[: request.logprobs]))
+        if self.matcher is not None:
+            self.matcher.accept(token)
         if token in self.ends or token in request.stop_tokens:
             return Finish.stop
         text = self._decoder.push(token)
         if self.completion_tokens > request.min_tokens:
             text = self._stops.push(text)
         finish = None
-        if self._stops.met:
+        if self._stops.met or (self.matcher is not None and self.matcher.complete):
             finish = Finish.stop
         elif self.prompt_tokens + self.completion_tokens >= self.max_length:
             finish = Finish.length
@@ -247,7 +253,8 @@ class Sequence:
 
     def propose(self, most: int) -> list[int]:
         """Tokens that may follow, at most so many: those that followed when the text was last as it ends now."""
-        return self._lookup.following(self.tokens, most)
+        tokens = self._lookup.following(self.tokens, most)
+        return tokens if self.matcher is None else self.matcher.allowed(tokens)
 
     def drafted(self, proposed: int, accepted: int) -> None:
         """Counts proposals that were verified; after some of which none was accepted there are none for some steps, for more each time."""
