@@ -23,6 +23,8 @@ By schedule, two layers of width 2,048 with 131,072 tokens a step on v5e-8 with 
 tokens 213 and 233 ms, 2,048 216 and 230, 4,096 240.4 and 240.5, 8,192 279 and 267, 16,384 354 and 318. Moving the pieces takes as
 long for any row, what equal work saves grows with it.
 """
+ATTENDED = "attention"
+"""Name of attention's result for policies of rematerialisation."""
 CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
 """Note on a decoder with soft caps or sinks on a GPU."""
 CUDNN_UNEVEN = "cuDNN attention takes values as wide as queries and keys only: using plain attention, whose memory grows with the square of the sequence"
@@ -121,8 +123,6 @@ def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
 
 
 EVERYTHING, AS_THEY_ARE = Masking(), Logits()
-ATTENDED = "attention"
-"""Name of attention's result for policies of rematerialisation."""
 
 
 class Kernel(enum.Enum):

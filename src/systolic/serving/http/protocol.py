@@ -108,6 +108,16 @@ UNSUPPORTED = (
 """Fields that this server knows and does not carry out."""
 
 
+FORMS: Mapping[str, Callable[[Any], Rule]] = {
+    "json": lambda value: json_rule(json.loads(value) if isinstance(value, str) else value),
+    "regex": regex_rule,
+    "choice": choice_rule,
+    "grammar": written_rule,
+    "json_object": lambda _: json_rule({"type": "object"}),
+}
+"""Forms that an answer can follow, as vLLM's ``structured_outputs`` names it, and its grammar."""
+
+
 class Dialect(Enum):
     """Whose error body a path has."""
 
@@ -123,16 +133,6 @@ class Dialect(Enum):
         rest = path.removeprefix("/v1/models/")
         own = rest != path and (":" in rest or "/versions/" in rest or "/labels/" in rest)
         return cls.plain if own or path.endswith("/metadata") else cls.openai
-
-
-FORMS: Mapping[str, Callable[[Any], Rule]] = {
-    "json": lambda value: json_rule(json.loads(value) if isinstance(value, str) else value),
-    "regex": regex_rule,
-    "choice": choice_rule,
-    "grammar": written_rule,
-    "json_object": lambda _: json_rule({"type": "object"}),
-}
-"""Forms that an answer can follow, as vLLM's ``structured_outputs`` names it, and its grammar."""
 
 
 @dataclass(kw_only=True, eq=False)
