@@ -13,7 +13,7 @@ from systolic.core.errors import DataError
 from systolic.forecasting import compare_texts
 from systolic.forecasting.comparison import ForecastChanges, compare_forecasts
 from systolic.forecasting.costs import core
-from systolic.forecasting.display import op_table
+from systolic.forecasting.display import comparison
 from systolic.forecasting.op_changes import (
     OpChange,
     OpFate,
@@ -175,7 +175,7 @@ def test_the_verb_tells_the_ops(
         step["after"] - step["before"]
     )
     assert "Changes <small>since old.txt on v6e-4</small>" in page.read_text()
-    assert page.read_text().count("<tr title=") == min(len(ops), op_table.PAGE_ROWS)
+    assert page.read_text().count("<tr title=") == min(len(ops), comparison.PAGE_ROWS)
 
 
 def test_saved_forecasts_are_compared_as_their_dumps(

@@ -135,7 +135,7 @@ VERBS = {
         ),
         VerbForm(
             function="systolic.forecasting.comparison:compare_forecasts",
-            view="systolic.forecasting.display.op_table:show_changes",
+            view="systolic.forecasting.display.comparison:show_changes",
             takes=TargetKind.path,
             choice=ByTarget("systolic.forecasting.command:is_saved"),
         ),

@@ -18,7 +18,7 @@ def changes() -> str:
     """What changed from the recorded forecast to a small one."""
     sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
     figures = ForecastChanges.of(*sides).figures
-    return "\n".join(comparison.lines(figures, "lm on v5e-4", "small on v5e-4")) + "\n"
+    return "\n".join(comparison.figure_lines(figures, "lm on v5e-4", "small on v5e-4")) + "\n"
 
 
 TEXTS: dict[str, Callable[[], str]] = {

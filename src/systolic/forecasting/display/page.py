@@ -22,7 +22,7 @@ from systolic.forecasting.costs import (
     short,
 )
 from systolic.forecasting.display import readings
-from systolic.forecasting.display.op_table import for_page
+from systolic.forecasting.display.comparison import for_page
 from systolic.forecasting.memory import LiveBuffer
 from systolic.report import figures, pages
 from systolic.report.pages import (

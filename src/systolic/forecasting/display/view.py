@@ -75,7 +75,7 @@ def show_step(
 
     print_forecast(result)
     if result.against is not None:
-        from systolic.forecasting.display.op_table import print_changes
+        from systolic.forecasting.display.comparison import print_changes
 
         print()
         print_changes(result.against)
