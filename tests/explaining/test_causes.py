@@ -1,29 +1,44 @@
 """Causes of a simulated step: they account for its time, and name the axis that is waited for."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import systolic
 from systolic.chips import slice
 from systolic.cli.main import main
+from systolic.compiling.gpu_compiler import compiler
+from systolic.core.errors import OptionError
 from systolic.core.units import duration
 from systolic.explaining.causes import causes_of_forecast, causes_of_profile, causes_of_programs
-from systolic.explaining.display.text import profile_remark
+from systolic.explaining.display.text import profile_remark, step_remarks
 from systolic.explaining.profiles import figures
-from systolic.explaining.rules import empty_slots, memory_bound, unfilled
+from systolic.explaining.rules import RULES, empty_slots, memory_bound, unfilled
 from systolic.explaining.sources import StepProgram, step_of_forecast
-from systolic.explaining.step import OpKind, axes_of
+from systolic.explaining.step import OpKind, Step, axes_of
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.display.xprof import write_xprof
 from systolic.hlo import parse
-from systolic.job import Model
+from systolic.job import Layout, Model
 from systolic.models.decoder.config import Decoder
 from systolic.profile import open_profile
+from systolic.sim import gpu
 from systolic.sim.timeline import Resource
+from tests.planning.jobs import decoder_job
 from tests.recorded import hlo, loops
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
+EIGHT = slice("8xh100")
+GPU_STEP = "step-8xh100"
+OF_TPUS = re.compile(
+    r"mxu|matrix unit|vector unit|\bici\b|vmem|\bslices?\b|\bchips?\b|tpu|xla_jf|pallas|sparsecore|torus|dcn|data-cent",
+    re.I,
+)
+BATCH, HEADS, TOKENS, HEAD = 1, 8, 2048, 128
 
 
 def made(name: str, tmp_path) -> Forecast:
@@ -203,3 +218,117 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {{
     assert found == GROUPS[groups]
     assert axes_of(module, module.entry, module.entry.root, {}) == ()
     assert axes_of(module, module.entry, module.entry.root, {"fsdp": 4}) == ()
+
+
+# A GPU's step: its own units and links, with remedies that a GPU has
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
+    path = tmp_path_factory.mktemp("gpu") / "dump.txt"
+    path.write_text(hlo.text(GPU_STEP))
+    return step_of_forecast(forecast_text(path, EIGHT), hlo.module(GPU_STEP), None)
+
+
+def test_each_op_of_a_recorded_step_has_a_kind(step: Step) -> None:
+    for op in step.ops:
+        target = op.place.instruction.target if op.place else ""
+        if target.startswith("__cublas"):
+            assert op.kind in (OpKind.matmul, OpKind.launch)
+        elif target.startswith("__cudnn$fmha"):
+            assert op.kind is OpKind.kernel
+        else:
+            assert op.kind is not OpKind.kernel
+
+
+def test_attention_loses_what_a_large_matmul_would_not_take(step: Step) -> None:
+    (cause,) = [c for rule in RULES for c in rule(step) if c.name == "attention-kernel"]
+    call = {"batch": BATCH, "heads": HEADS, "kv_heads": HEADS, "q_len": TOKENS, "kv_len": TOKENS}
+    call |= {"head_dim": HEAD, "causal": True, "window": 0, "dtype": "bf16"}
+    forward = gpu.attention_seconds(EIGHT.chip, **call, backward=False)
+    backward = gpu.attention_seconds(EIGHT.chip, **call, backward=True)
+    rate = 2 * 8192**3 / gpu.matmul_seconds(EIGHT.chip, 1, 8192, 8192, 8192, "bf16", "bf16", "bf16")
+    pairs = BATCH * HEADS * TOKENS**2 / 2
+    # Four layers, each of them forward twice (once recomputed) with two products, and backward with five.
+    layer = 2 * (forward - 4 * pairs * HEAD / rate) + backward - 10 * pairs * HEAD / rate
+    assert cause.seconds == pytest.approx(4 * layer, rel=1e-6)
+
+
+def test_short_kernels_are_mostly_their_start_and_end(step: Step) -> None:
+    launches = [op for op in step.ops if op.kind is OpKind.launch]
+    assert launches
+    for op in launches:
+        work = op.bytes / op.times / gpu.memory_rate(EIGHT.chip)
+        assert work < 0.51 * op.seconds / op.times < 5.2e-6
+    (cause,) = [c for rule in RULES for c in rule(step) if c.name == "kernel-launches"]
+    assert cause.seconds == pytest.approx(sum(op.seconds for op in launches))
+    assert not [c for rule in RULES for c in rule(step) if c.name == "host-transfers"]
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_no_message_of_a_gpu_is_a_tpu_s(step: Step, foreign: bool) -> None:
+    first = next(op for op in step.ops if op.place and "fmha" in op.place.instruction.target)
+    names = ("jit(train)/transpose(jvp(attention))/rematted_computation/dot", "jit(train)/update")
+    ops = [
+        replace(
+            first,
+            kind=kind,
+            resource=resource,
+            op_name=name,
+            dtype=dtype,
+            seconds=0.1,
+            times=1,
+            flops=1e9,
+            windowed=True,
+            source="decoder/moe.py:3",
+            place=place,
+        )
+        for kind, resource, name, dtype, place in itertools.product(
+            OpKind, Resource, names, ("bf16", "f32"), (first.place, None)
+        )
+    ]
+    planted = replace(
+        step,
+        ops=ops,
+        seconds=0.1 * len(ops),
+        foreign=foreign,
+        microbatches=4,
+        slots_per_token=2.0,
+        mesh={"pipeline": 2, "fsdp": 4},
+    )
+    causes = [cause for rule in RULES for cause in rule(planted)]
+    assert {"network", "kernel-launches", "unfilled-tensor-cores", "f32-matmuls"} <= {
+        cause.name for cause in causes
+    }
+    assert len(causes) >= 14
+    for cause in causes:
+        for text in (cause.name, cause.title, *cause.evidence, *cause.advice):
+            assert not OF_TPUS.search(text), text
+
+
+def test_a_gpu_without_its_compiler_is_refused_with_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("systolic.compiling.gpu_compiler.compiler", lambda: None)
+    with pytest.raises(
+        OptionError, match=r"its own compiler; .*pip install 'systolic\[gpu-forecast\]'"
+    ):
+        systolic.explain(decoder_job(), on="8xh100")
+
+
+def test_a_dump_of_a_gpu_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(hlo.text(GPU_STEP))
+    explained = systolic.explain(path, on="8xh100")
+    assert explained.causes
+    remarks = step_remarks(explained.forecast, ())
+    assert any("kernels priced by their sizes" in remark for remark in remarks)
+    assert not [remark for remark in remarks if "cycles" in remark]
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs the extra gpu-forecast, of 174 MB")
+def test_a_job_on_gpus_is_explained_with_changes() -> None:
+    job = replace(decoder_job(), layout=Layout(fsdp=2))
+    explained = systolic.explain(job, on="2xh100", remedies=1)
+    assert explained.causes
+    assert explained.remedies[0].step_seconds

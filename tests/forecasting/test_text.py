@@ -9,6 +9,7 @@ from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
+from systolic.forecasting.command import forecast_dump
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
 from systolic.forecasting.platforms import GPU_ERROR
@@ -155,6 +156,10 @@ def test_the_files_beside_a_gpu_s_dump_name_it_and_its_memory(tmp_path: Path) ->
     assert (found.need_bytes, found.memory_origin) == (182526618, Origin.compiled)
     assert found.compiled_for == "h100"
     assert "priced as if h200 ran it" in forecast_text(path, slice("8xh200")).cautions[0]
+    assert forecast_dump(path).on.name == "8xh100"
+    described.unlink()
+    with pytest.raises(OptionError, match="does not name its chip; add on="):
+        forecast_dump(path)
 
 
 def test_a_cpu_s_schedule_is_not_forecast_for_a_tpu(tmp_path: Path) -> None:

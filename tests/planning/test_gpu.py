@@ -1,11 +1,14 @@
 """GPUs beside TPUs: a roofline ranks them, and says that it is one."""
 
+import pytest
+
 from systolic.chips import slice
 from systolic.compiling.gpu_compiler import compiler
 from systolic.core.units import Origin
 from systolic.job import Axis, Layout, Remat
 from systolic.planning.analytic import analyse, facts_of
 from systolic.planning.candidate import Candidate
+from systolic.planning.flags import sets_for
 from systolic.planning.goal import Goal
 from systolic.planning.notes import GpuTimes, after_search
 from systolic.planning.plan import CompileDepth
@@ -15,13 +18,29 @@ from systolic.planning.variants import changes
 from tests.planning.jobs import decoder_job
 
 
-def test_what_only_tpus_have_is_not_searched() -> None:
+def test_what_only_tpus_have_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("systolic.compiling.gpu_compiler.compiler", lambda: None)
     job, on = decoder_job(), slice("8xh100")
     found = list(candidates(job, on, Freedom()))
     assert found
     assert Remat.offload not in {one.layout.remat for one in found}
     wanted = changes(job, found[0])
     assert not any(change.attention_block or change.flags.flags for change in wanted)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_flags_are_tried_where_the_gpu_s_compiler_schedules(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(
+        "systolic.compiling.gpu_compiler.compiler",
+        lambda: "jax-cuda12-pjrt 0.10.2" if known else None,
+    )
+    for name in ("8xh100", "16xh200", "8xa100-80", "8xb200"):
+        tried = [one.name for one in sets_for(slice(name))]
+        assert tried == (["gpu-pipelined", "gpu-double-buffered"] if known else [])
+    assert not sets_for(slice("h100"))
+    assert not [one for one in sets_for(slice("v5e-8")) if one.name.startswith("gpu")]
 
 
 def test_a_mesh_axis_between_hosts_is_slower_than_one_inside() -> None:

@@ -59,6 +59,8 @@ DUMP.txt is scheduled HLO of another program: compiled.as_text(), or XLA's dump 
 of your own, unchanged, until its step is known, as systolic forecast does. Both answers have the same causes, but no
 changes of settings, since systolic does not know the program's options.
 
+SLICE is one of TPUs, or with the extra gpu-forecast of GPUs: 8xh100.
+
 Exits with 1 when a step does not fit and no change makes it fit. Changes are tried for train steps
 only; systolic plan searches further."""
 
@@ -223,7 +225,7 @@ def explain(  # noqa: PLR0913  the options of all forms
 
     Raises:
         NotFoundError: the path holds nothing that can be explained.
-        OptionError: a job without a slice, a slice that is not of TPUs, or an option that has no effect on the target.
+        OptionError: a job without a slice, a slice without a compiler here, or an option that has no effect on the target.
     """
     values = {
         name: value

@@ -15,6 +15,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved, spoken
 from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
 from systolic.compiling import compile as compile_program
+from systolic.compiling.gpu_compiler import advice, compiles
 from systolic.core.errors import OptionError
 from systolic.core.reporter import reporter
 from systolic.explaining.causes import causes_of_forecast, causes_of_programs
@@ -273,7 +274,7 @@ class StepExplainer:
         """Forecasts the step, finds its causes and tries changes, or layouts that fit.
 
         Raises:
-            OptionError: the slice is not one of TPUs.
+            OptionError: the slice has no compiler here whose schedule can be explained.
             LayoutError: the layout does not divide the slice, the model or the batch.
             RunError: the compiler failed.
         """
@@ -287,7 +288,7 @@ class StepExplainer:
 
     def find_causes(self) -> StepExplanation:
         """Forecasts the step and finds its causes; raises as :meth:`explain`."""
-        _check_tpu(self.on)
+        _check_scheduled(self.on)
         forecast, outcome = self.forecast()
         result = StepExplanation(
             job=self.job,
@@ -435,16 +436,18 @@ def captured_explanation(
     return _explained(captured.command, forecast, programs, quick=True)
 
 
-def _check_tpu(on: Slice) -> None:
-    if on.platform != "tpu":
-        raise OptionError(
-            f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the time of others"
-        )
+def _check_scheduled(on: Slice) -> None:
+    """Refuses a slice whose compiler's schedule can't be had here: a CPU, and a GPU without its compiler."""
+    if on.platform == "tpu" or compiles(on):
+        return
+    way = advice(on) if on.platform == "gpu" else ""
+    raise OptionError(
+        f"{on.name} is a {on.platform}, and a schedule to explain comes from its own compiler; {way or 'systolic forecast shows its time'}"
+    )
 
 
 def dump_explanation(path: Path, on: Slice, given: Given) -> ProgramExplanation:
     """Explains scheduled HLO text that was compiled for a slice; raises as :func:`~systolic.forecasting.text.forecast_text`."""
-    _check_tpu(on)
     forecast, module = forecast_module(path, on, given)
     programs = (
         []

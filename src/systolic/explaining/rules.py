@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from systolic.chips.flags import GPU_PIPELINED
 from systolic.core.units import duration
 from systolic.explaining.settings import advise, render
 from systolic.explaining.step import (
@@ -38,6 +39,8 @@ BLOCKS = (1024, 2048)
 """Block sides of the attention kernel to try."""
 EXPERTS = "decoder/moe.py"
 """Source file of the matmuls over expert slots."""
+ESTIMATE = "a cost_estimate on its pallas_call, by which the compiler schedules around it"
+PIPELINED = " ".join(GPU_PIPELINED)
 LEAST_DIM = 16
 """Smallest dim that counts as a side of the matrix; smaller ones are batch dims."""
 POOR = 0.6
@@ -162,13 +165,19 @@ def collectives(step: Step) -> Iterable[Cause]:
         yield cause_of_ops(
             step,
             f"exposed-collectives-{'-'.join(axes) or 'other'}",
-            f"waiting for chips {where if axes else '(the mesh is not known)'}",
+            f"waiting for {_others(step)} {where if axes else '(the mesh is not known)'}",
             ops,
             [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE]
             or of_links(ops)
-            or ["fewer chips along the axis that talks most, or a larger batch per device"],
+            or [
+                f"fewer {_others(step)} along the axis that talks most, or a larger batch per device"
+            ],
             note=lambda op: rated(op, f"{op.opcode} {op.name}{_times(op)}"),
         )
+
+
+def _others(step: Step) -> str:
+    return "GPUs" if step.gpu else "chips"
 
 
 def _axes(step: Step, op: StepOp) -> tuple[str, ...]:
@@ -178,9 +187,27 @@ def _axes(step: Step, op: StepOp) -> tuple[str, ...]:
 
 
 def slices(step: Step) -> Iterable[Cause]:
-    """Waiting for the network between slices."""
+    """Waiting for the network between slices, of GPUs for that between hosts."""
     ops = [op for op in step.ops if op.resource is Resource.dcn]
-    if ops:
+    if ops and step.gpu:
+        yield cause_of_ops(
+            step,
+            "network",
+            "waiting for other hosts over their network",
+            ops,
+            [
+                advise(
+                    "{} no more than the GPUs that NVLink joins, the rest in {}: only gradients cross then",
+                    "layout.fsdp",
+                    "layout.data",
+                    plain="weights sharded over the GPUs that NVLink joins and the batch over hosts, so that only gradients cross",
+                ),
+                "a larger batch per device, so that gradients are summed less often",
+                f"collectives beside the layers before and after: {'XLA_FLAGS' if step.foreign else '--flags'}='{PIPELINED}'",
+            ],
+            note=lambda op: rated(op, f"{op.opcode} {op.name}{_times(op)}"),
+        )
+    elif ops:
         yield cause_of_ops(
             step,
             "dcn",
@@ -204,7 +231,7 @@ def transfers(step: Step) -> Iterable[Cause]:
         for op in step.ops
         if op.resource is Resource.host
         and "infeed" not in op.opcode
-        and op.kind is not OpKind.callback
+        and op.kind not in (OpKind.callback, OpKind.launch)
     ]
     if ops:
         yield cause_of_ops(
@@ -221,6 +248,26 @@ def transfers(step: Step) -> Iterable[Cause]:
                 *of_host(step, ops),
             ],
             note=lambda op: rated(op, f"{op.name}{_times(op)}", way(op)),
+        )
+
+
+def launches(step: Step) -> Iterable[Cause]:
+    """A GPU's kernels that are too short for their work to count."""
+    ops = [op for op in step.ops if op.kind is OpKind.launch]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "kernel-launches",
+            "short kernels, of which starting and ending takes most of the time",
+            ops,
+            [
+                advise(
+                    "a larger batch per device, or fewer passes ({} down)",
+                    "layout.accumulate",
+                    plain="a larger batch per device: fewer, longer kernels",
+                ),
+            ],
+            note=lambda op: f"{op.opcode} {op.name}{_times(op)}",
         )
 
 
@@ -262,7 +309,7 @@ def rematerialisation(step: Step) -> Iterable[Cause]:
 
 def windowed_einsums(step: Step) -> Iterable[Cause]:
     """Matmuls whose weights travel between partial matmuls: their time over what the peak needs."""
-    ops = [op for op in step.ops if op.windowed]
+    ops = [] if step.gpu else [op for op in step.ops if op.windowed]
     if ops:
         yield cause_of_ops(
             step,
@@ -294,7 +341,7 @@ def unfilled(step: Step) -> Iterable[Cause]:
     by_op = {id(op): fill for op, fill in fills}
 
     def note(op: StepOp) -> str:
-        text = f"{by_op[id(op)]:.0%} of the peak{_times(op)}, {op.name}"
+        text = f"{by_op[id(op)]:.0%} of {_full(step)}{_times(op)}, {op.name}"
         dims = [dims for dims in _matmul_dims(op) if dims]
         odd = sorted({d for shape in dims for d in shape if d >= LEAST_DIM and d % step.mxu_width})
         if dims:
@@ -303,10 +350,17 @@ def unfilled(step: Step) -> Iterable[Cause]:
             text += f", dims not a multiple of {step.mxu_width}: {', '.join(map(str, odd[:4]))}"
         return text
 
+    if step.gpu:
+        name, what = "unfilled-tensor-cores", "the tensor cores"
+        width = f"model dims that are multiples of {step.mxu_width}, the side of a matmul's tile"
+    else:
+        name, what = "unfilled-mxu", "the matrix units"
+        width = "model dims that are multiples of the matrix unit's width"
+    of = "a large matmul's rate" if step.gpu else "their peak"
     yield cause_of_ops(
         step,
-        "unfilled-mxu",
-        f"matmuls that leave the matrix units below {POOR:.0%} of their peak",
+        name,
+        f"matmuls that leave {what} below {POOR:.0%} of {of}",
         [op for op, _ in fills],
         [
             advise(
@@ -315,7 +369,7 @@ def unfilled(step: Step) -> Iterable[Cause]:
                 "layout.tensor",
                 plain="more tokens in a call, or fewer devices that share a matmul",
             ),
-            "model dims that are multiples of the matrix unit's width",
+            width,
         ],
         note=note,
         seconds=lambda op: op.seconds * (1 - by_op[id(op)]),
@@ -325,6 +379,9 @@ def unfilled(step: Step) -> Iterable[Cause]:
 def attention(step: Step) -> Iterable[Cause]:
     """Attention kernels: their time over what the peak needs for their FLOPs, where those are known."""
     ops = [op for op in step.ops if _is_attention(op)]
+    if step.gpu:
+        yield from _gpu_attention(step, ops)
+        return
 
     def unfit(op: StepOp) -> bool:
         head = _head_dim(op)
@@ -368,9 +425,39 @@ def attention(step: Step) -> Iterable[Cause]:
         )
 
 
+def _gpu_attention(step: Step, ops: Sequence[StepOp]) -> Iterable[Cause]:
+    """Attention of cuDNN: its time over what a large matmul's rate needs for its FLOPs."""
+    heads = {head for op in ops if (head := _head_dim(op)) is not None}
+    narrow = [head for head in sorted(heads) if head < step.mxu_width]
+    fits = f"a head dim of {step.mxu_width}, at which its kernels are faster than at {' or '.join(map(str, narrow))}"
+
+    def note(op: StepOp) -> str:
+        fill = step.fill(op)
+        return f"{op.name}{_times(op)}" + ("" if fill is None else f", {fill:.0%} of {_full(step)}")
+
+    if ops:
+        yield cause_of_ops(
+            step,
+            "attention-kernel",
+            "attention: softmax and masks between its matmuls, which reach less than large ones",
+            ops,
+            [fits]
+            if narrow
+            else ["fewer keys for each query: a window, where the model allows it"],
+            note=note,
+            seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
+        )
+
+
+def _full(step: Step) -> str:
+    """Rate that :meth:`Step.fill` is a share of, in words."""
+    return "a large matmul's rate" if step.gpu else "the peak"
+
+
 def _is_attention(op: StepOp) -> bool:
-    words = f"{op.op_name} {op.name}".lower()
-    return op.kind is OpKind.kernel and ("attention" in words or "splash" in words)
+    target = op.place.instruction.target if op.place is not None else ""
+    words = f"{op.op_name} {op.name} {target}".lower()
+    return op.kind is OpKind.kernel and any(w in words for w in ("attention", "splash", "fmha"))
 
 
 def _head_dim(op: StepOp) -> int | None:
@@ -405,11 +492,11 @@ def kernels(step: Step) -> Iterable[Cause]:
         yield cause_of_ops(
             step,
             "custom-kernels",
-            "custom kernels (Pallas)",
+            "custom kernels" if step.gpu else "custom kernels (Pallas)",
             ops,
             [
                 "other block sizes of the kernel, or XLA's own op in its place",
-                "a cost_estimate on its pallas_call, by which the compiler schedules around it",
+                *([] if step.gpu else [ESTIMATE]),
             ],
             note=lambda op: rated(op, f"{op.name}{_times(op)}", ARRAYS),
         )
@@ -509,6 +596,8 @@ def _updates(step: Step) -> list[StepOp]:
 
 def wide(step: Step) -> Iterable[Cause]:
     """Matmuls in f32 whose precision asks for several bf16 passes, or is not known; a CPU has no faster kind."""
+    if step.gpu:
+        yield from _gpu_wide(step)
     if not step.f32_passes:
         return
     matmuls = [op for op in step.ops if op.kind is OpKind.matmul]
@@ -536,6 +625,21 @@ def wide(step: Step) -> Iterable[Cause]:
             "matmuls with f32 operands: one pass of the matrix units each at the default precision, 3 at high, 6 at highest (the profile does not say which)",
             ops,
             [advise("{} bf16", "precision", plain="bf16 operands")],
+        )
+
+
+def _gpu_wide(step: Step) -> Iterable[Cause]:
+    """Matmuls in f32, which tensor cores take as TF32, at half the rate of bf16."""
+    ops = [op for op in step.ops if op.kind is OpKind.matmul and op.dtype == "f32"]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "f32-matmuls",
+            "matmuls with f32 operands, which tensor cores take as TF32 at half the rate of bf16",
+            ops,
+            [advise("{} bf16", "precision", plain="bf16 operands")],
+            note=lambda op: f"{op.name}{_times(op)}",
+            seconds=lambda op: op.seconds / 2,
         )
 
 
@@ -594,6 +698,7 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
     collectives,
     slices,
     transfers,
+    launches,
     memories,
     rematerialisation,
     windowed_einsums,

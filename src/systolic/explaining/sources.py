@@ -2,9 +2,12 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TypedDict
 
+from systolic.chips import Slice
 from systolic.chips.catalogue import by_device_kind
 from systolic.explaining.settings import Settings
 from systolic.explaining.step import OpKind, Place, Step, StepOp
@@ -18,6 +21,8 @@ from systolic.profile import ProfiledOp as Measured
 from systolic.profile.ops import COPIES, Activity
 from systolic.profile.profile import Rate
 from systolic.profile.trace import Backend
+from systolic.sim import gpu
+from systolic.sim.gpu_ops import CONVOLUTION, CUBLAS, hosted_bytes
 from systolic.sim.rates import matrix_width, rates_of
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import work_of
@@ -26,6 +31,10 @@ _CALLBACK = re.compile(r"callback", re.I)
 _COPY = re.compile(r"(copy|transpose)")
 _NARROW = re.compile(r"\b(s8|u8|s4|u4|f8\w+)\[")
 _F32 = re.compile(r"\bf32\[")
+LARGE = 8192
+"""Side of the square matmul whose rate a GPU's matmuls are held against."""
+TILE = 128
+"""Side of a tile of a GPU's matmul."""
 MESH = tuple(axis.value for axis in Axis)
 """Axes in the order of the mesh, outermost first."""
 _KINDS = {
@@ -36,6 +45,45 @@ _KINDS = {
     Activity.memory: OpKind.memory,
     Activity.matmul: OpKind.matmul,
 }
+
+
+class _StepDevice(TypedDict):
+    """What a :class:`Step` knows of its device."""
+
+    peak: Callable[[str], float | None]
+    mxu_width: int
+    memory_peak: float | None
+    f32_passes: bool
+    gpu: bool
+
+
+def _device(on: Slice) -> _StepDevice:
+    """The device of a simulated step.
+
+    A GPU's matmul is held against a large square one's rate, power limit included, which the published peak is far above.
+    """
+    if on.platform != "gpu":
+        rates = rates_of(on)
+        return _StepDevice(
+            peak=rates.peak,
+            mxu_width=matrix_width(rates.chip),
+            memory_peak=rates.hbm,
+            f32_passes=True,
+            gpu=False,
+        )
+
+    @cache
+    def reached(dtype: str) -> float:
+        seconds = gpu.matmul_seconds(on.chip, 1, *(LARGE,) * 3, dtype, dtype, "bf16")
+        return 2.0 * LARGE**3 / seconds
+
+    return _StepDevice(
+        peak=reached,
+        mxu_width=TILE,
+        memory_peak=on.chip.hbm_bytes_per_second,
+        f32_passes=False,
+        gpu=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +106,7 @@ def step_of_forecast(
 ) -> Step:
     """The step of a forecast that has a timeline, with the places of its ops in the program."""
     assert forecast.timeline is not None
-    rates = rates_of(forecast.on)
+    device = _device(forecast.on)
     index: dict[str, tuple[Computation, Instruction]] = {}
     for computation in module.computations.values():
         for instruction in computation:
@@ -72,26 +120,27 @@ def step_of_forecast(
         seconds=forecast.step_seconds or 0.0,
         ops=[
             _simulated(
-                span, times, Place(module=module, computation=at[0], instruction=at[1]), windowed
+                span,
+                times,
+                Place(module=module, computation=at[0], instruction=at[1]),
+                windowed,
+                device["gpu"],
             )
             for span, times in forecast.timeline.leaves()
             if span.lane == "core" and (at := index.get(span.name)) is not None
         ],
         mesh=mesh,
         microbatches=int(layout.get("microbatches", 0)),
-        peak=rates.peak,
-        mxu_width=matrix_width(rates.chip),
-        memory_peak=rates.hbm,
-        f32_passes=True,
         # Prefill and decode size their slots to their tokens.
         slots_per_token=model.slots_per_token() if model is not None and trains else 1.0,
         settings=settings,
+        **device,
     )
 
 
 def step_of_programs(forecast: Forecast, programs: Sequence[StepProgram]) -> Step:
     """The step of programs that no recipe made, run one after the other: captured, or the one of a dump."""
-    rates = rates_of(forecast.on)
+    device = _device(forecast.on)
     ops: list[StepOp] = []
     for program in programs:
         index: dict[str, tuple[Computation, Instruction]] = {}
@@ -102,27 +151,24 @@ def step_of_programs(forecast: Forecast, programs: Sequence[StepProgram]) -> Ste
         for span, times in program.timeline.leaves():
             if span.lane == "core" and (at := index.get(span.name)) is not None:
                 place = Place(module=program.module, computation=at[0], instruction=at[1])
-                ops.append(_simulated(span, times * program.calls, place, windowed))
+                ops.append(_simulated(span, times * program.calls, place, windowed, device["gpu"]))
     meshes = {tuple(program.mesh.items()) for program in programs}
     return Step(
         seconds=forecast.step_seconds or 0.0,
         ops=ops,
         mesh=dict(meshes.pop()) if len(meshes) == 1 else {},
-        peak=rates.peak,
-        mxu_width=matrix_width(rates.chip),
-        memory_peak=rates.hbm,
-        f32_passes=True,
         foreign=True,
+        **device,
     )
 
 
-def _simulated(span: Span, times: float, place: Place, windowed: Set[str]) -> StepOp:
+def _simulated(span: Span, times: float, place: Place, windowed: Set[str], on_gpu: bool) -> StepOp:
     source = named(place.module, place.computation, place.instruction)
     dtype = work_of(*_where(place)).dtype if span.flops else ""
     return StepOp(
         name=span.name,
         opcode=span.opcode,
-        kind=_simulated_kind(span, place.instruction),
+        kind=_simulated_kind(span, place, on_gpu),
         resource=span.resource,
         seconds=span.seconds * times,
         times=times,
@@ -141,14 +187,32 @@ def _where(place: Place) -> tuple[Module, Computation, Instruction]:
     return place.module, place.computation, place.instruction
 
 
-def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
+def _simulated_kind(span: Span, place: Place, on_gpu: bool) -> OpKind:
+    instruction = place.instruction
     if _CALLBACK.search(instruction.target) or span.priced_by is PricedBy.print:
         return OpKind.callback
+    if on_gpu and _is_short(span, place):
+        return OpKind.launch
     if span.priced_by is PricedBy.kernel:
-        return OpKind.kernel
+        return OpKind.matmul if on_gpu and _is_matmul(instruction) else OpKind.kernel
     if span.opcode in COPIES or (span.opcode == "fusion" and _COPY.match(span.name)):
         return OpKind.copy
     return OpKind.matmul if span.flops else OpKind.other
+
+
+def _is_short(span: Span, place: Place) -> bool:
+    """Whether most of a GPU's kernel is its start and its end, whatever it computes."""
+    if span.lane != "core" or span.priced_by in (None, PricedBy.network):
+        return False
+    if hosted_bytes(place.computation, place.instruction):
+        return False
+    fixed = gpu.MATMUL_SECONDS if span.flops else gpu.MEMORY_SECONDS
+    return span.seconds < 2 * fixed
+
+
+def _is_matmul(kernel: Instruction) -> bool:
+    """Whether a GPU's kernel is a matmul of cuBLAS, a convolution of cuDNN, or a product that the compiler fused itself."""
+    return kernel.opcode != "custom-call" or kernel.target.startswith((CUBLAS, CONVOLUTION))
 
 
 # Measured
@@ -177,7 +241,8 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int] | None) -> Step:
         peak=trace.peak,
         mxu_width=matrix_width(chip),
         memory_peak=profile.ceilings.memory,
-        f32_passes=trace.backend is not Backend.cpu,
+        f32_passes=trace.backend is Backend.tpu,
+        gpu=trace.backend is Backend.gpu,
         foreign=mesh is None,
     )
 

@@ -73,6 +73,8 @@ class OpKind(enum.Enum):
     matmul = "matmul"
     kernel = "kernel"
     """Custom kernel (Pallas), opaque to the compiler."""
+    launch = "launch"
+    """A GPU's kernel whose start and end take longer than its work."""
     copy = "copy"
     """Only changes an array's layout."""
     memory = "memory"
@@ -152,6 +154,7 @@ class Step:
         settings: Options of the recipe; None where it is not known.
         slots_per_token: Expert slots for each one that a token fills.
         foreign: Whether no recipe made the program: advice then names no options.
+        gpu: Whether a GPU runs it.
     """
 
     seconds: float
@@ -166,6 +169,8 @@ class Step:
     settings: Settings | None = None
     foreign: bool = False
     """Whether no recipe made the program, so that advice names none of its options."""
+    gpu: bool = False
+    """Whether a GPU runs it, whose units and links have other names and remedies."""
 
     def fill(self, op: StepOp) -> float | None:
         """Share of the peak that a matmul or a kernel reaches; None where it is unknown."""

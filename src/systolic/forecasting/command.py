@@ -59,7 +59,8 @@ or a Bundle; weights are not needed. It takes the options of the recipe lm, with
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 dump.txt is scheduled HLO of another program: compiled.as_text(), or XLA's dump after optimizations. It
-takes --on, --html, --perfetto, --xprof, --against, --csv, --trips, --cost, --calibration and --json.
+takes --on, --html, --perfetto, --xprof, --against, --csv, --trips, --cost, --calibration and --json; a GPU's
+dump needs no --on beside XLA's own gpu_target_config.pbtxt, which names the GPU.
 --against lists the ops that changed since an earlier dump of the program (before an upgrade of JAX or libtpu, or
 a flag) or a saved forecast. systolic forecast … --json > EARLIER.json saves one; FORECAST.json is another.
 -- runs a JAX program of your own, unchanged and in its own environment, as if on the slice, until its step
@@ -216,7 +217,7 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
 def forecast_dump(
     path: Annotated[Path | str, Wording("the path of a file of scheduled HLO")],
     *,
-    on: Annotated[str | Slice | Sequence[str | Slice], SLICES, ON],
+    on: Annotated[str | Slice | Sequence[str | Slice] | None, SLICES] = None,
     against: Earlier = None,
     csv: Annotated[Path | str | None, WRITTEN] = None,
     trips: Named = (),
@@ -227,19 +228,20 @@ def forecast_dump(
 
     Args:
         path: The text: ``compiled.as_text()``, or XLA's dump after optimizations.
-        on: The slice that it was compiled for. Several with commas make a table.
+        on: The slice that it was compiled for; of a GPU's dump by default that of the file beside it. Several with commas make a table.
         against: Print what changed since the forecast in this JSON file, or since another dump of the program, and which ops changed.
 
     Raises:
-        OptionError: the slice is no TPU, or the program has nothing of a name in ``trips`` or ``costs``.
-        DataError: the file is no scheduled HLO of a TPU, is damaged, or is for another chip or number of devices.
+        OptionError: the slice is a CPU, there is none, or the program has nothing of a name in ``trips`` or ``costs``.
+        DataError: the file is no scheduled HLO of the slice's kind, is damaged, or is for another chip or number of devices.
     """
     from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.table import ForecastTable, row_of, slices_of
-    from systolic.forecasting.text import forecast_text
+    from systolic.forecasting.text import forecast_text, gpus_of
     from systolic.sim.incomplete import given
 
     text = Path(path)
+    on = gpus_of(text) if on is None else on
     several = is_table(on, None, csv)
     if several:
         check_no_table(against=against)

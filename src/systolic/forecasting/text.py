@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from systolic.chips import Slice, by_device_kind, chips
+from systolic.chips import slice as named_slice
 from systolic.chips.slices import named_slices
 from systolic.compiling.dump import FOR_GPU, REFUSED, USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
@@ -52,6 +53,9 @@ _STAGE = re.compile(r"\.[\w-]*after_(?:optimizations|codegen)[\w-]*\.txt$")
 _KIND = re.compile(r'platform_version: "TFRT (TPU[^"\\]*)')
 _VERSION = re.compile(r"version: TPU_VERSION_(\w+)")
 _GPU_KIND = re.compile(r'device_description_str: "([^"]*)"')
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_HEAD = 2**20
+"""Characters of a dump in which its module's own attributes are."""
 _VARIANT = re.compile(r'variant: "(\w+)"')
 
 
@@ -338,6 +342,20 @@ def _gpu_beside(path: Path) -> tuple[str, str] | None:
     kind = _GPU_KIND.search(_text_of(described))
     chip = by_device_kind(kind[1]) if kind else None
     return None if chip is None else (described.name, chip.name)
+
+
+def gpus_of(path: Path) -> Slice:
+    """The GPUs that a dump runs on, by the description of its GPU that XLA writes beside it.
+
+    Raises:
+        OptionError: nothing beside the dump names a GPU.
+    """
+    beside, count = _gpu_beside(path), _PARTITIONS.search(_text_of(path)[:_HEAD])
+    if beside is None:
+        raise OptionError(
+            f"{path} does not name its chip; add --on v5e-16, systolic chips lists slices"
+        )
+    return named_slice(f"{count[1] if count else 1}x{beside[1]}")
 
 
 def _text_of(path: Path) -> str:

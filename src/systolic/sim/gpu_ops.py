@@ -165,7 +165,7 @@ class _Gpu:
             return None
         if opcode == "custom-call":
             return self._call(module, computation, instruction)
-        if (hosted := _hosted_bytes(computation, instruction)) > 0:
+        if (hosted := hosted_bytes(computation, instruction)) > 0:
             return OpPrice(hosted / self.host, Resource.host, PricedBy.bytes, bytes=hosted)
         if opcode == "fusion" and (held := fused_calls(module, instruction)):
             return _together([self._call(module, inner, call) for inner, call in held])
@@ -289,7 +289,7 @@ def _moved(computation: Computation, call: Instruction) -> float:
     return float(sum(shape.bytes_in(0) for shape in shapes))
 
 
-def _hosted_bytes(computation: Computation, instruction: Instruction) -> float:
+def hosted_bytes(computation: Computation, instruction: Instruction) -> float:
     """Bytes that an op copies between device and host; 0 of any other op."""
     if instruction.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice", "fusion"):
         return 0.0

@@ -49,6 +49,8 @@ LINES = (3, 2, 1)
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
 """Remark of every explanation of a step."""
+GPU_QUICK = "from the GPU compiler's schedule, kernels priced by their sizes: none was timed"
+"""The same of a GPU's step, whose compiler estimates no op."""
 LEFT = 3
 """Most causes that are named of the best."""
 
@@ -168,7 +170,8 @@ def step_title(forecast: Forecast, name: str) -> str:
 def step_remarks(forecast: Forecast, flags: Sequence[str]) -> list[str]:
     """Remarks of a step's explanation beside its causes; ``flags`` are the compiler's."""
     words = described(flags)
-    return [*forecast.cautions, QUICK, *([f"compiled with {words}"] if words else [])]
+    quick = GPU_QUICK if forecast.on.platform == "gpu" else QUICK
+    return [*forecast.cautions, quick, *([f"compiled with {words}"] if words else [])]
 
 
 def run_remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
@@ -416,7 +419,8 @@ def show_comparison(comparison: StepComparison, *, as_json: bool) -> int:
         print(
             f"{first} is {ratio:.2f} times {word}: {duration(mine)} a step, {second} {duration(other)}"
         )
-    print(f"both forecast {QUICK}")
+    both = {each.on.platform for each in (comparison.forecast, comparison.against)}
+    print(f"both forecast {GPU_QUICK if both == {'gpu'} else QUICK}")
     rows = comparison.worth_showing
     if not rows:
         print("and no cause takes more in one of them")

@@ -38,6 +38,15 @@ ELSEWHERE = {
     "host": "starting kernels",
 }
 """Names that differ on CPUs and GPUs."""
+GPU_NAMES = {
+    "mxu": "tensor",
+    "vpu": "f32",
+    "hbm": "memory",
+    "ici": "NVLink",
+    "dcn": "network",
+    "host": "host",
+}
+"""Short names on GPUs: tensor cores, f32 lanes, device memory."""
 GPU_LANES = {"core": "compute stream", "ici": "NVLink", "dcn": "host network"}
 """Names of lanes that differ on GPUs."""
 
@@ -130,6 +139,12 @@ def words(forecast: Forecast) -> dict[str, str]:
     return RESOURCES if forecast.on.platform == "tpu" else {**RESOURCES, **ELSEWHERE}
 
 
+def short_names(forecast: Forecast) -> dict[str, str]:
+    """Short names of the resources on the forecast's platform; those of a TPU are its units' own."""
+    usual = {name: name for name in RESOURCES}
+    return {**usual, **(GPU_NAMES if forecast.on.platform == "gpu" else {})}
+
+
 def lanes(forecast: Forecast, usual: Mapping[str, str]) -> dict[str, str]:
     """Names of the lanes on the forecast's platform; ``usual`` are those of a TPU."""
     return {**usual, **(GPU_LANES if forecast.on.platform == "gpu" else {})}
@@ -189,9 +204,9 @@ def time_parts(forecast: Forecast) -> list[Portion]:
     """Step time by resource."""
     if not forecast.step_seconds:
         return []
-    step = forecast.step_seconds
+    step, names = forecast.step_seconds, short_names(forecast)
     return [
-        Portion(key=name, name=name, value=s, share=s / step, text=duration(s))
+        Portion(key=name, name=names[name], value=s, share=s / step, text=duration(s))
         for name, s in forecast.time_by_resource.items()
         if s / step > 5e-4
     ]

@@ -144,7 +144,8 @@ def _time(forecast: Forecast, width: int) -> list[Text]:
     if not parts:
         return []
     exposed = forecast.exposed_collective_seconds
-    waits = f"{duration(exposed)} of it only waiting for chips" if exposed else "no waiting"
+    others = "GPUs" if forecast.on.platform == "gpu" else "chips"
+    waits = f"{duration(exposed)} of it only waiting for {others}" if exposed else "no waiting"
     head = _row("time", f"{duration(forecast.step_seconds or 0.0)}, {waits}")
     head.append(f"  [{readings.time_origin(forecast)}]", "dim")
     return [head, _bar(parts, _RESOURCES, width), *_legend(parts, _RESOURCES, width, share=True)]
@@ -184,9 +185,11 @@ def _legend(
 def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
     if forecast.timeline is None or rows < 1:
         return []
-    wide = width - INDENT - 46
+    names = readings.short_names(forecast)
+    column = max(5, *map(len, names.values()))
+    wide = width - INDENT - column - 41
     head = Text(f"{'costs':<{INDENT}}", style="bold")
-    head.append(f"{'in the model':<{wide}}   share      time  by    source", "dim")
+    head.append(f"{'in the model':<{wide}}   share      time  {'by':<{column}} source", "dim")
     shown = [head]
     whole = forecast.timeline.seconds or 1.0
     for cost in by_place(forecast.timeline)[:rows]:
@@ -194,7 +197,8 @@ def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
         line = Text(f"{'':<{INDENT}}{_middle(cost.name, wide):<{wide}}  ")
         line.append(f"{cost.seconds / whole * 100:5.1f} %", "bold")
         line.append(f"  {duration(cost.seconds):>8}  ")
-        line.append(f"{cost.resource.value:<5} ", _RESOURCES[cost.resource.value][1])
+        key = cost.resource.value
+        line.append(f"{names[key]:<{column}} ", _RESOURCES[key][1])
         shown.append(line.append(_tail(source, width - len(line)), "dim"))
     return shown
 
