@@ -11,10 +11,10 @@ from systolic.chips import chip, slice
 from systolic.chips.flags import UNRANKED, name_of, unranked
 from systolic.forecasting.comparison import ComparedForecast, unlike
 from systolic.job import Remat
+from systolic.planning.candidate import SETS
 from systolic.planning.display import readings
 from systolic.planning.display.page import render
 from systolic.planning.display.text import lines, text
-from systolic.planning.flags import SETS
 from systolic.planning.goal import Goal, Objective
 from systolic.planning.notes import BaseFlags
 from systolic.planning.plan import PAIRED_ERROR, Plan, ranking

@@ -48,7 +48,7 @@ _KINDS = {
 
 
 class _StepDevice(TypedDict):
-    """What a :class:`Step` knows of its device."""
+    """Facts of the device of a :class:`Step`."""
 
     peak: Callable[[str], float | None]
     mxu_width: int
