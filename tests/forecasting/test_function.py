@@ -85,7 +85,8 @@ def test_mistakes_in_specs_are_one_line(given: Any, told: str) -> None:
 def test_flags_are_a_list_or_one_text() -> None:
     assert _flags("--xla_a=1 --xla_b='2 3'") == ("--xla_a=1", "--xla_b=2 3")
     assert _flags(["--xla_a=1"]) == ("--xla_a=1",)
-    assert _flags("") == ()
+    assert _flags("") == _flags("none") == _flags(["none"]) == ()
+    assert _flags("none --xla_a=1") == ("--xla_a=1",)
     with pytest.raises(OptionError, match="'xla_a=1' is no flag of the compiler; write --name="):
         _flags("xla_a=1")
 

@@ -51,7 +51,7 @@ from systolic.sim.incomplete import (
 )
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.price import SMALL_SECONDS, DevicePrices, price
-from systolic.sim.rates import rates_of
+from systolic.sim.rates import clock_note, rates_of
 from systolic.sim.timeline import (
     ASSUMED_SPREAD,
     PricedBy,
@@ -141,7 +141,12 @@ def simulate(
     )
     timeline = _simulated(run, on)
     missed = measured(gaps.missed.values(), timeline.spans)
-    timeline = replace(timeline, incomplete=missed, given=tuple(gaps.lines()))
+    timeline = replace(
+        timeline,
+        incomplete=missed,
+        given=tuple(gaps.lines()),
+        notes=(*timeline.notes, *clock_note(on.chip, flags)),
+    )
 
     def at(ends: Ends) -> Timeline:
         return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on)
