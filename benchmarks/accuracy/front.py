@@ -42,7 +42,7 @@ EVERY = ("v2", *GENERATIONS)
 NAMES = {
     "own": "own program",
     "rebuilt": "rebuilt",
-    "function": "operation, `--quick`",
+    "function": "operation",
     "decode": "decode step",
 }
 EXAMPLE = "maxtext-docs-v5p-8-deepseek2-16b"
@@ -160,7 +160,7 @@ def stale() -> str:
     dates = Counter(row["priced"] for row in rows_of("function"))
     listed = ", ".join(f"{number} at prices of {date}" for date, number in sorted(dates.items()))
     return (
-        f"{earlier}Forecasts of operations are not made anew with those of steps: {listed}."
+        f"{earlier}Forecasts of operations, by schedule (`--quick`), are not made anew with those of steps: {listed}."
         if dates
         else earlier
     )
