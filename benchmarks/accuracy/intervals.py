@@ -100,17 +100,25 @@ def rebuilt_rows() -> list[Row]:
 
 
 def function_rows(*halves: str) -> list[Row]:
-    """Operations, each by its latest result; by default those that prices were not fitted to."""
+    """Operations that count, each by its latest result; by default those that prices were not fitted to."""
+    return [row for row in operations() if row["half"] in (halves or ("judge",)) and counts(row)]
+
+
+def operations() -> list[Row]:
+    """Operations, each by its latest result; ``priced`` is the date of that."""
     files = sorted(
         path for path in RESULTS.glob("*.jsonl") if path.stem[11:].startswith("operations")
     )
-    latest = {(row["id"], row["mode"]): row for path in files for row in lines(path)}
-    return [
-        row for row in latest.values() if row["half"] in (halves or ("judge",)) and _counts(row)
-    ]
+    latest = {
+        (row["id"], row["mode"]): {**row, "priced": path.stem[:10]}
+        for path in files
+        for row in lines(path)
+    }
+    return list(latest.values())
 
 
-def _counts(row: Row) -> bool:
+def counts(row: Row) -> bool:
+    """Whether an operation is in the table and in the ranges."""
     kept = row["kind"] in KEPT_IN or not row["kind"].startswith(OTHER)
     return kept and row["generation"] not in UNJUDGED
 

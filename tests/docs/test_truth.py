@@ -343,3 +343,40 @@ def test_slices_are_named_by_what_the_page_says():
     for names, chips in ((by_chips, 8), (by_cores, 4)):
         for name in re.findall(r"\w+\d\w*", names):
             assert slice(f"{name.lower()}-8").num_chips == chips, name
+
+
+def test_operations_count_once_and_those_left_out_are_stated(extension, monkeypatch):
+    front, *_ = extension.modules()
+    names = [row["id"] for row in front.rows_of("function")]
+    assert len(names) == len(set(names))
+    keys = ("generation", "kind", "half", "mode", "priced", "error")
+    rows = [
+        ("tpu7x", "traced reduce", "judge", "quick", "2026-11-28", 0.1),
+        ("tpu7x", "traced reduce", "judge", "quick", "2026-11-28", -0.5),
+        ("tpu7x", "traced reduce", "fit", "quick", "2026-11-28", 9.0),
+        ("v5e", "matmul", "judge", "quick", "2026-11-22", 0.2),
+        ("v5p", "grouped_matmul", "judge", "quick", "2026-11-22", 0.2),
+        ("v5p", "grouped_matmul kernel", "judge", "quick", "2026-11-22", 0.2),
+        ("v5p", "grouped_matmul", "judge", "full", "2026-11-22", 0.2),
+    ]
+    made = [dict(zip(keys, row, strict=True)) for row in rows]
+    monkeypatch.setattr(front.intervals, "operations", lambda: made)
+    text = front.left_out()
+    assert text.startswith("Left out: 1 operations on v5e, ")
+    assert "; 1 grouped matmuls outside a kernel" in text
+    assert "and 3 single ops out of profiles of TPU7x" in text
+    assert "The 2 of these in the judge half are off by 30.0% in the mean, 30.0% in the" in text
+    monkeypatch.setattr(front, "rows_of", lambda kind: made[5:6] if kind == "function" else [])
+    assert "of steps: 1 at prices of 2026-11-22." in front.stale()
+
+
+def test_the_figures_end_quietly_where_nobody_reads_on():
+    import subprocess
+    import sys
+
+    command = f"{sys.executable} benchmarks/accuracy/front.py | true"
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
