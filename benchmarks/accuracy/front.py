@@ -43,7 +43,7 @@ NAMES = {
     "own": "own program",
     "rebuilt": "rebuilt",
     "function": "operation",
-    "decode": "decode step",
+    "decode": "rebuilt decode step",
 }
 EXAMPLE = "maxtext-docs-v5p-8-deepseek2-16b"
 """The row that docs/your-own-program.md shows."""
