@@ -74,7 +74,7 @@ def _device(on: Slice) -> _StepDevice:
 
     @cache
     def reached(dtype: str) -> float:
-        seconds = gpu.matmul_seconds(on.chip, 1, *(LARGE,) * 3, dtype, dtype, "bf16")
+        seconds = gpu.matmul_seconds(on.chip, 1, LARGE, LARGE, LARGE, dtype, dtype, "bf16")
         return 2.0 * LARGE**3 / seconds
 
     return _StepDevice(
