@@ -44,7 +44,7 @@ def test_of_a_tie_the_simplest_is_first() -> None:
     assert said["candidates"][0] == said["best"]
     shown = plain(lines(made, Path("plan.json"), 100))
     (line,) = [one for one in shown if "can't tell" in one]
-    assert line.strip().startswith(f"1 to 3 lie within {PAIRED_ERROR:.1%}: ")
+    assert line.strip().startswith(f"1 to 3 lie within {PAIRED_ERROR:.1%} (1 sigma): ")
     assert len(line) <= 100
     assert f"{line.strip()}." in html.unescape(render(made, Path("plan.json")))
 
