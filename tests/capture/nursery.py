@@ -25,6 +25,7 @@ def programs(folder: Path) -> forked.Nursery:
         folder: An empty one, for what the hook tells before there is a program.
     """
     paths = os.pathsep.join([str(HOOK), *filter(None, [os.environ.get(forked.PATHS)])])
+    (folder / "request.json").write_text('{"gpu": null}')  # each program has its own
     variables = {forked.CAPTURE: str(folder), forked.PATHS: paths, "PYTHONUNBUFFERED": "1"}
     return forked.Nursery("tests.capture.nursery", variables=variables)
 

@@ -42,7 +42,7 @@ def test_the_answer_of_an_earlier_hook_is_read(tmp_path: Path) -> None:
     (program,) = answer.programs
     assert (program.copies, program.mesh, program.open_loops) == (1, {}, [])
     assert program.places == [(0, 0, 0, 0, 0)]
-    assert (answer.moves, answer.beside, answer.lent_libtpu) == ({}, [], False)
+    assert (answer.moves, answer.beside, answer.lent_compiler) == ({}, [], False)
     assert answer.order[0].after == [(0, 1)]
 
 

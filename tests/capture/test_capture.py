@@ -15,11 +15,13 @@ import pytest
 from systolic.capture import capture
 from systolic.chips import slice
 from systolic.cli.main import main
+from systolic.compiling.gpu_compiler import compiler
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.captured import forecast_captured
 from systolic.sim.network import default_places
+from systolic.sim.timeline import Resource
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -210,7 +212,7 @@ def test_functions_that_initialize_one_array_after_the_other_are_no_step(
         "make": 60,
         "cast": 60,
     }
-    assert not captured.answer.lent_libtpu
+    assert not captured.answer.lent_compiler
 
 
 @pytest.mark.usefixtures("forked_program")
@@ -261,8 +263,10 @@ def test_programs_that_never_come_to_jax(command: list[str], says: str, tmp_path
 
 
 def test_lines_that_ask_for_the_impossible(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="captured for TPU slices only"):
-        capture(["python", "x.py"], slice("h100"), tmp_path)
+    with pytest.raises(OptionError, match=r"8xl4 has no description for its compiler; .*8xh100"):
+        capture(["python", "x.py"], slice("8xl4"), tmp_path)
+    with pytest.raises(OptionError, match="cpu is a CPU; programs are captured for slices of"):
+        capture(["python", "x.py"], slice("cpu"), tmp_path)
     with pytest.raises(OptionError, match="no command after --"):
         capture([], slice("v5e-8"), tmp_path)
     with pytest.raises(NotFoundError, match="there is no command 'no-such-python'"):
@@ -284,10 +288,53 @@ def test_an_environment_without_libtpu_is_lent_ours(tmp_path: Path, folder: Path
     on = slice("v5e-8")
     captured = capture([sys.executable, str(program)], on, folder, quick=True)
     made = forecast_captured(captured, on)
-    assert captured.answer.lent_libtpu
+    assert captured.answer.lent_compiler
     assert "has no libtpu, and libtpu 0." in made.notes[0]
     assert made.memory_origin is Origin.compiled
     assert 8 * made.hardware_flops == pytest.approx(11 * 2 * 256 * 2048 * 2048, rel=0.01)
+
+
+WITHOUT_PLUGIN = (
+    HIDDEN.replace('name == "libtpu"', 'name.startswith("jax_plugins.")')
+    + "sys.modules.pop('libtpu')\n"
+)
+"""Hides an environment's CUDA plugin."""
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs the extra gpu-forecast, of 174 MB")
+@pytest.mark.parametrize("hidden", ["", WITHOUT_PLUGIN])
+def test_a_trainer_is_captured_for_gpus_of_two_hosts(
+    hidden: str, tmp_path: Path, folder: Path
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(hidden + (PROGRAMS / "gpus.py").read_text())
+    on = slice("16xh100")
+    captured = capture([sys.executable, str(program)], on, folder)
+    made = forecast_captured(captured, on)
+    assert captured.answer.lent_compiler == bool(hidden)
+    (step,) = captured.programs
+    assert (step.places, step.mesh) == ([(n,) for n in range(16)], {"data": 2, "fsdp": 8})
+    text = (folder / step.text).read_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text  # attention is the kernel that a GPU has
+    assert "all-reduce-start" in text
+    # By hand: the weight in float32, and 4 of the 64 sequences of 2,048 tokens in bfloat16.
+    assert made.memory.by_kind["inputs"] == 4 * 1024**2 + 2 * 4 * 2048 * 1024
+    assert made.memory_origin is Origin.compiled
+    # Two matmuls with the weight; of attention two forward and five backward, under the diagonal.
+    flops = 2 * 2 * 8192 * 1024**2 + 7 * 2 * 4 * 16 * 64 * 2048**2 / 2
+    assert made.hardware_flops == pytest.approx(flops, rel=0.1)
+    assert made.step_seconds > flops / 989.4e12
+    network = [
+        span for span, _ in made.timeline.leaves() if span.resource is Resource.dcn and span.seconds
+    ]
+    assert max(span.bytes for span in network) == pytest.approx(2 * 15 / 16 * 2 * 1024**2, rel=0.01)
+
+
+@pytest.mark.skipif(compiler() is not None, reason="the extra gpu-forecast is here")
+def test_without_a_compiler_for_gpus_the_program_is_told_what_to_install(tmp_path: Path) -> None:
+    says = r"has no CUDA plugin of jax .*-m pip install 'jax\[cuda12-local\]=="
+    with pytest.raises(RunError, match=says):
+        capture([sys.executable, "-c", "import jax"], slice("8xh100"), tmp_path)
 
 
 def test_without_any_libtpu_the_program_is_told_what_to_install(

@@ -314,7 +314,7 @@ def test_plan_lists_slices_where_the_program_fails(capsys, tmp_path: Path) -> No
         (["explain", "--on", "v5e-8,v5e-16", "--", "python"], "systolic plan --on v5e-8,v5e-16"),
         (["forecast", "--on", "v5e-8,v5e-16", "--", "python"], "systolic plan --on v5e-8,v5e-16"),
         (["plan", "--on", "v5e-8", "--goal", "energy", "--", "python"], "rank by cost or time"),
-        (["plan", "--on", "v5e-8,h100", "--", "false"], "captured for TPU slices only"),
+        (["plan", "--on", "v5e-8,8xl4", "--", "false"], "has no description for its compiler"),
         (["plan", "--on", "v5e-8", "--", "no-such-python"], "there is no command 'no-such-pyth"),
     ],
 )

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 
 from systolic.chips import Slice
+from systolic.chips.flags import compile_options
+from systolic.compiling import gpu_compiler
 from systolic.compiling.settings import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.machine import flags_of_user
@@ -214,8 +216,8 @@ class CaptureAnswer(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     cautions: list[str]
     versions: dict[str, str | None]
-    lent_libtpu: bool = False
-    """Whether the libtpu is Systolic's, as the environment has none."""
+    lent_compiler: bool = False
+    """Whether the compiler is Systolic's, as the environment has none."""
     flags: str
 
 
@@ -293,30 +295,34 @@ def capture(
 
     Args:
         command: The program and its arguments, as a shell would start it. Its input is this process's, its output goes to stderr.
-        on: A slice of TPUs.
+        on: A slice of TPUs, or of GPUs that the catalogue describes to their compiler.
         folder: Existing and empty; for the answer.
         step: Name of the jitted function that is the step; by default what repeats.
-        quick: Stop at the compiler's schedule.
+        quick: Stop at the compiler's schedule, as always for GPUs.
         limit_seconds: Seconds after which what has been called is all there is.
         watch: Called with each stage.
 
     Raises:
-        OptionError: the slice is no TPU, or the command is none.
+        OptionError: no program is captured for the slice, or the command is none.
         NotFoundError: there is no such command.
         RunError: the program failed, called nothing, or its environment can't compile for the slice.
     """
-    if on.platform != "tpu":
+    if on.platform == "cpu" or (on.platform == "gpu" and not gpu_compiler.is_described(on.chip)):
+        why = "has no description for its compiler" if on.platform == "gpu" else "is a CPU"
         raise OptionError(
-            f"{on.name} is a {on.platform} slice; programs are captured for TPU slices only; give a recipe or a function instead"
+            f"{on.name} {why}; programs are captured for slices of TPUs and of GPUs such as 8xh100; give a recipe or a function instead"
         )
     _check(command)
+    gpu = on.platform == "gpu"
     request = CaptureRequest(
-        topology=_topology(on),
+        slice=on.name,
+        topology=gpu_compiler.topology(on) if gpu else _topology(on),
+        gpu=_gpu(on) if gpu else None,
         num_hosts=on.num_hosts,
         device_bytes=on.program_bytes,
-        libtpu=own_libtpu(),
+        compiler=own_plugin() if gpu else own_libtpu(),
         step=step,
-        quick=quick,
+        quick=quick or gpu,
         limit_seconds=limit_seconds,
         torus=list(zip(on.topology, on.wrap, strict=True)),
     )
@@ -353,13 +359,30 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     num_slices: int | None
 
 
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What JAX says of a GPU that is there."""
+
+    compute_capability: str
+    core_count: int
+    cudnn_version: int
+    devices_per_host: int
+    hosts_per_domain: int
+    """Hosts that one NVLink network joins."""
+    options: dict[str, str]
+    """Options of a compile without the GPU."""
+
+
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request to the hook, in request.json, which the hook reads by these names."""
 
-    topology: Topology
+    slice: str
+    topology: Topology | dict[str, str]
+    """What the compiler takes to describe the slice, by its own names."""
+    gpu: GpuFacts | None
+    """None of a TPU."""
     num_hosts: int
     device_bytes: int
-    libtpu: "OwnLibtpu | None"
+    compiler: "OwnCompiler | None"
     step: str | None
     quick: bool
     limit_seconds: float
@@ -373,6 +396,21 @@ def _topology(on: Slice) -> Topology:
         chips_per_host_bounds=_host_bounds(on),
         chip_config_name=None if config in (None, "default") else config,
         num_slices=on.num_slices if on.num_slices > 1 else None,
+    )
+
+
+def _gpu(on: Slice) -> GpuFacts:
+    per_host = on.num_devices // on.num_hosts
+    chip = on.chip
+    assert chip.compute_capability is not None
+    assert chip.num_sms is not None
+    return GpuFacts(
+        compute_capability=chip.compute_capability,
+        core_count=chip.num_sms,
+        cudnn_version=gpu_compiler.CUDNN_VERSION,
+        devices_per_host=per_host,
+        hosts_per_domain=max((chip.max_pod_chips or per_host) // per_host, 1),
+        options=compile_options(gpu_compiler.FLAGS, "gpu"),
     )
 
 
@@ -404,21 +442,31 @@ def _host_bounds(on: Slice) -> tuple[int, ...]:
     return on.chips_per_host_bounds
 
 
-class OwnLibtpu(msgspec.Struct, frozen=True):
-    """The libtpu of this environment."""
+class OwnCompiler(msgspec.Struct, frozen=True):
+    """The compiler of this environment."""
 
     path: str
     version: str
+    name: str = "libtpu"
 
 
-def own_libtpu() -> OwnLibtpu | None:
+def own_plugin() -> OwnCompiler | None:
+    """JAX's CUDA plugin of this environment, by the folder of ``jax_plugins`` that has it; None without it."""
+    if (installed := gpu_compiler.compiler()) is None:
+        return None
+    name, version = installed.split()
+    distribution = importlib.metadata.distribution(name)
+    return OwnCompiler(str(distribution.locate_file("jax_plugins")), version, name)
+
+
+def own_libtpu() -> OwnCompiler | None:
     """Path and version of this environment's libtpu, for programs of environments without one; None without it."""
     try:
         distribution = importlib.metadata.distribution("libtpu")
     except importlib.metadata.PackageNotFoundError:
         return None
     path = Path(str(distribution.locate_file("libtpu/libtpu.so")))
-    return OwnLibtpu(str(path), distribution.version) if path.is_file() else None
+    return OwnCompiler(str(path), distribution.version) if path.is_file() else None
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -54,12 +54,16 @@ def described(on: Slice) -> list[Any]:
     """JAX's devices of a described GPU slice, host after host."""
     from jax.experimental import topologies
 
+    return topologies.get_topology_desc(platform="cuda", **topology(on)).devices
+
+
+def topology(on: Slice) -> dict[str, str]:
+    """The GPU and the hosts of a slice, as JAX takes them for a described one."""
     per_host = on.num_devices // on.num_hosts
-    return topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target_config(on.chip),
-        topology=f"1x{on.num_hosts}x{per_host}",
-    ).devices
+    return {
+        "target_config": target_config(on.chip),
+        "topology": f"1x{on.num_hosts}x{per_host}",
+    }
 
 
 def target_config(chip: Chip) -> str:

@@ -28,6 +28,7 @@ from systolic.forecasting.memory import (
     with_held,
 )
 from systolic.forecasting.op_changes import Schedule
+from systolic.forecasting.platforms import KERNELS, SIMULATED, gpu_memory, without_triton
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -368,11 +369,12 @@ def _part(
         flags = answer.flags.split()
         timeline = simulate(module, on, program.places, flags=flags, given=given)
     arrays = [_array(array) for array in answer.held if array.memory == "device"]
+    memory = gpu_memory if on.platform == "gpu" else memory_map
     return StepPart(
         program=program,
         module=module,
         timeline=timeline,
-        memory=with_held(memory_map(module, peak_bytes), arrays, program.held.bytes),
+        memory=with_held(memory(module, peak_bytes), arrays, program.held.bytes),
         is_compiled_memory=peak_bytes is not None,
     )
 
@@ -482,10 +484,13 @@ def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
 
 def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str]:
     answer = captured.answer
-    jax, libtpu = (f"{name} {answer.versions[name]}" for name in ("jax", "libtpu"))
-    versions = f"{jax} and {libtpu} of its own environment"
-    if answer.lent_libtpu:
-        versions = f"{jax} of its own environment, which has no libtpu, and {libtpu} of Systolic's"
+    name = next(name for name in answer.versions if name not in ("jax", "jaxlib"))
+    jax, compiler = (f"{key} {answer.versions[key]}" for key in ("jax", name))
+    versions = f"{jax} and {compiler} of its own environment"
+    if answer.lent_compiler:
+        versions = (
+            f"{jax} of its own environment, which has no {name}, and {compiler} of Systolic's"
+        )
     named = [
         f"{part.program.name}{f' {part.calls} times' if part.calls > 1 else ''}" for part in parts
     ]
@@ -522,6 +527,8 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
         )
+    if on.platform == "gpu":
+        notes += [SIMULATED, *without_triton(answer.flags.split()), KERNELS]
     if not max(parts, key=lambda part: part.memory.peak_bytes).is_compiled_memory:
         notes.append(FROM_SCHEDULE)
     return [*notes, ZEROS]
@@ -550,7 +557,7 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             f"{names} runs on one of the {on.num_devices} devices of {on.name}, and MFU, HFU and the bill are of all: shard its arguments over a mesh of jax.devices() to use all"
         )
     elif num_used < on.num_devices:
-        chips = len({(*place[:3], place[4]) for place in used})
+        chips = len({place if len(place) == 1 else (*place[:3], place[4]) for place in used})
         cautions.append(
             f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and MFU, HFU and the bill are of all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"
         )

@@ -8,6 +8,7 @@ from systolic.chips import Slice
 from systolic.core.units import duration, gibibytes, plural
 from systolic.sim.calibration import Calibration
 from systolic.sim.cost_kinds import PriceCorrection
+from systolic.sim.gpu_ops import gpu_device
 from systolic.sim.rates import rates_of
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
@@ -41,7 +42,11 @@ class Links:
 
     @classmethod
     def of(cls, on: Slice, calibration: Calibration | None) -> "Links":
-        """Rates of a slice's device."""
+        """Rates of a slice's device; of a GPU NVLink's, and its share of its host's network for other hosts."""
+        if on.platform == "gpu":
+            device, chip = gpu_device(on, range(on.num_devices)), on.chip
+            network = (chip.dcn_bytes_per_second_per_host or 0.0) / (chip.chips_per_host or 1)
+            return cls(host=device.host, devices=device.link, slices=network)
         rates = rates_of(on)
         host = rates.host if calibration is None else PriceCorrection(calibration).host(rates.host)
         # A device at a corner has a link along each axis, and two along one that is closed to a ring.

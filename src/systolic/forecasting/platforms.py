@@ -5,6 +5,7 @@ the program is partitioned and scheduled on a CPU, and its forecast, a roofline,
 compiled for real, and its time is a roofline too.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from systolic.chips import Slice
@@ -104,9 +105,14 @@ def _memory(module: Module, report: CompileReport) -> MemoryMap:
     peak = _peak(report.memory or CompiledMemory())
     if report.built is not Built.topology:
         return memory_map(module, peak)
+    return gpu_memory(module, peak)
+
+
+def gpu_memory(module: Module, peak_bytes: int | None) -> MemoryMap:
+    """Memory of a GPU's program by the compiler's peak, to which the workspaces of cuDNN's attention are added."""
     before = peak_of(module).bytes
     add_workspaces(module)
-    return memory_map(module, peak and peak + peak_of(module).bytes - before)
+    return memory_map(module, peak_bytes and peak_bytes + peak_of(module).bytes - before)
 
 
 def _peak(stats: CompiledMemory) -> int | None:
@@ -171,6 +177,11 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
     return Origin.simulated if timeline is not None and fits else Origin.compiled
 
 
+def without_triton(flags: Sequence[str]) -> list[str]:
+    """The line on Triton's matmuls, which are off for a GPU that is not there unless the flags say otherwise."""
+    return [] if any("triton_gemm" in flag for flag in flags) else [WITHOUT_TRITON]
+
+
 def _notes(
     built: Built, on: Slice, memory: MemoryMap, have: int, report: CompileReport
 ) -> list[str]:
@@ -183,8 +194,8 @@ def _notes(
             notes.append("compiler flags have no effect on a roofline")
     else:
         notes = [HOST_TIME] if on.platform == "cpu" else [SIMULATED]
-    if built is Built.topology and not any("triton_gemm" in flag for flag in report.flags):
-        notes.append(WITHOUT_TRITON)
+    if built is Built.topology:
+        notes += without_triton(report.flags)
     if on.platform == "cpu":
         notes.append(MEASURED)
         if on.num_devices > 1:

@@ -10,6 +10,7 @@ import os
 import sys
 
 PATCHES = {
+    "jaxlib.plugin_support": ("bridge", "patch_plugins"),
     "jax._src.xla_bridge": ("bridge", "patch_bridge"),
     "jax._src.distributed": ("hosts", "patch_distributed"),
     "jax.experimental.multihost_utils": ("hosts", "patch_utils"),

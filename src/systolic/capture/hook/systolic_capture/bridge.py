@@ -8,52 +8,113 @@ from typing import Any
 
 from systolic_capture import report
 
-TPU = (None, "tpu")
-FLAGS = "LIBTPU_INIT_ARGS"
 _known = {}
 _here = threading.local()
 
 
 @functools.cache
 def slice_devices():
-    """Devices of the slice as the environment's libtpu describes them."""
+    """Devices of the slice as the environment's compiler describes them."""
     from jax.experimental import topologies
 
-    report.say(stage="loading libtpu")
-    topology = report.request().topology
-    kwargs = {name: value for name, value in topology.items() if value is not None}
-    kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
-    _known["flags"] = os.environ.get(FLAGS, "")
+    request = report.request()
+    name, version, lent = report.compiler()
+    report.say(stage=f"loading {name}")
+    kwargs = {key: value for key, value in request.topology.items() if value is not None}
+    if not request.gpu:
+        kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
+    platform = "cuda" if request.gpu else "tpu"
+    _known["flags"] = os.environ.get(variable(), "")
     try:
-        devices = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
+        with _quiet():
+            devices = list(topologies.get_topology_desc(platform=platform, **kwargs).devices)
     except Exception as error:
-        libtpu, lent = report.libtpu()
         whose = "lent to an environment without one" if lent else "of this environment"
         reason = " ".join(str(error).split())[:300]
-        report.refuse(
-            f"libtpu {libtpu} {whose} does not know {topology['topology_name']}: {reason}"
-        )
+        report.refuse(f"{name} {version} {whose} does not know {request.slice}: {reason}")
     _known["ids"] = frozenset(map(id, devices))
     _answer_memory(type(devices[0]))
-    if not topology["num_slices"]:
-        _answer_slice(type(devices[0]))
+    if request.gpu:
+        _answer_gpu(type(devices[0]), request.gpu)
+    elif not request.topology["num_slices"]:
+        _answer(type(devices[0]), "slice_index", lambda _: 0)
     return devices
 
 
-def _answer_slice(kind):
-    """``device.slice_index`` where there is one slice, which a description leaves out and a device has."""
+@contextlib.contextmanager
+def _quiet():
+    """A context in which JAX's CUDA plugin, as it is loaded, does not say that there is no GPU: no variable makes it silent."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
-    def slice_index(self):
+
+def platform():
+    """Platform of the slice's devices: ``tpu`` or ``gpu``."""
+    return "gpu" if report.request().gpu else "tpu"
+
+
+def lowering_platform():
+    """The platform that programs are lowered for."""
+    return "cuda" if report.request().gpu else "tpu"
+
+
+def variable():
+    """Environment variable with the flags of the slice's compiler."""
+    return "XLA_FLAGS" if report.request().gpu else "LIBTPU_INIT_ARGS"
+
+
+def _is_shown(backend):
+    """Whether the name of a backend is that of the slice; None is."""
+    return backend in ((None, "gpu", "cuda") if report.request().gpu else (None, "tpu"))
+
+
+def _answer(kind, name, answer):
+    """An attribute of the slice's devices that a description leaves out and a device has."""
+
+    def get(self):
         if not is_slice_device(self):
-            raise AttributeError("slice_index")
-        return 0
+            raise AttributeError(name)
+        return answer(self)
 
     with contextlib.suppress(AttributeError, TypeError):
-        kind.slice_index = property(slice_index)
+        setattr(kind, name, property(get))
+
+
+def _answer_gpu(kind, gpu):
+    """What JAX says of a GPU that is there, and cuDNN's version and the GPU's features as its attention asks for them.
+
+    A slice is what NVLink joins: hosts of other machines are slices of their own.
+    """
+    _answer(kind, "slice_index", lambda device: device.process_index // gpu["hosts_per_domain"])
+    _answer(kind, "local_hardware_id", lambda device: device.id % gpu["devices_per_host"])
+    _answer(kind, "compute_capability", lambda _: gpu["compute_capability"])
+    _answer(kind, "core_count", lambda _: gpu["core_count"])
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as attention
+    except ImportError:
+        return
+    own = _numbers(gpu["compute_capability"])
+    for name, answer in (
+        ("check_cudnn_version", lambda: gpu["cudnn_version"]),
+        ("check_compute_capability", lambda least: own >= _numbers(least)),
+        ("is_cuda_compute_capability_equal", lambda other: own == _numbers(other)),
+    ):
+        if name in vars(attention):
+            setattr(attention, name, answer)
+
+
+def _numbers(version):
+    return tuple(map(int, str(version).split(".")))
 
 
 def flags():
-    """Flags that libtpu compiles with: it reads its variable when it is loaded, and not what the program sets later."""
+    """Flags that the slice's programs are compiled with: the compiler reads its variable when it is loaded, and not what the program sets later."""
     return _known["flags"]
 
 
@@ -111,7 +172,7 @@ def on_slice(sharding):
 def is_elsewhere(sharding):
     """Whether a sharding's devices are of this machine, such as its CPU."""
     devices = getattr(sharding, "device_set", None)
-    return bool(devices) and any(getattr(device, "platform", "tpu") == "cpu" for device in devices)
+    return bool(devices) and any(getattr(device, "platform", "") == "cpu" for device in devices)
 
 
 def mesh_on_slice(mesh):
@@ -138,6 +199,8 @@ def is_concrete(mesh):
 def patch_bridge(bridge):
     """``jax.devices()`` and its kin answer for the slice."""
     real_devices, real_local = bridge.devices, bridge.local_devices
+    if hasattr(bridge, "discover_pjrt_plugins"):
+        bridge.discover_pjrt_plugins = _quiet()(bridge.discover_pjrt_plugins)
 
     def named(backend):
         return (
@@ -147,10 +210,10 @@ def patch_bridge(bridge):
         )
 
     def devices(backend=None):
-        return list(slice_devices()) if named(backend) in TPU else real_devices(backend)
+        return list(slice_devices()) if _is_shown(named(backend)) else real_devices(backend)
 
     def local_devices(process_index=None, backend=None, host_id=None):
-        if named(backend) in TPU:
+        if _is_shown(named(backend)):
             if process_index is None:
                 _known["asked_local"] = True
             wanted = process_index if process_index is not None else host_id or 0
@@ -159,12 +222,12 @@ def patch_bridge(bridge):
 
     def count(real, listed):
         def number(backend=None):
-            return len(listed()) if named(backend) in TPU else real(backend)
+            return len(listed()) if _is_shown(named(backend)) else real(backend)
 
         return number
 
     def process_count(backend=None):
-        return num_processes() if named(backend) in TPU else 1
+        return num_processes() if _is_shown(named(backend)) else 1
 
     bridge.devices = functools.wraps(real_devices)(devices)
     bridge.local_devices = functools.wraps(real_local)(local_devices)
@@ -179,8 +242,14 @@ def patch_bridge(bridge):
     bridge.process_indices = lambda backend=None: list(range(process_count(backend)))
     bridge.host_id, bridge.host_count = bridge.process_index, bridge.process_count
     bridge.host_ids = bridge.process_indices
-    bridge.default_backend = lambda: "tpu"
+    bridge.default_backend = platform
     _known["local"] = real_local
+
+
+def patch_plugins(module):
+    """Parts of JAX's plugins are loaded without words."""
+    if hasattr(module, "import_from_plugin"):
+        module.import_from_plugin = _quiet()(module.import_from_plugin)
 
 
 def cpu_device():

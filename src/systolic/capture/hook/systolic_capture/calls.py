@@ -210,7 +210,7 @@ class Call:
         self.values = []
 
     def lower(self):
-        """The call lowered for TPUs."""
+        """The call lowered for the slice."""
         from jax._src import pjit
         from jax._src.interpreters import mlir
 
@@ -219,7 +219,7 @@ class Call:
         return pjit._resolve_and_lower(
             args,
             **self.params,
-            lowering_platforms=("tpu",),
+            lowering_platforms=(bridge.lowering_platform(),),
             lowering_parameters=mlir.LoweringParameters(),
             pgle_profiler=None,
         )

@@ -81,9 +81,10 @@ def _answer(step, ended):
     calls.cautions += _left_out(step)
     for lines in (_of_other_shapes, _traced_anew, _closing_over):
         calls.cautions += lines(distinct)
-    if os.environ.get(bridge.FLAGS, "").split() != bridge.flags().split():
+    name, version, lent = report.compiler()
+    if os.environ.get(bridge.variable(), "").split() != bridge.flags().split():
         calls.cautions.append(
-            f"the program changed {bridge.FLAGS} after libtpu had read it, and was compiled with {bridge.flags() or 'no flags'}: "
+            f"the program changed {bridge.variable()} after {name} had read it, and was compiled with {bridge.flags() or 'no flags'}: "
             "set it before the first use of jax.devices()"
         )
     periodic = []
@@ -120,9 +121,9 @@ def _answer(step, ended):
         "cautions": calls.cautions,
         "versions": {
             **{name: report.version_of(name) for name in ("jax", "jaxlib")},
-            "libtpu": report.libtpu()[0],
+            name: version,
         },
-        "lent_libtpu": report.libtpu()[1],
+        "lent_compiler": lent,
         "flags": bridge.flags(),
     }
 
@@ -249,7 +250,9 @@ def _program(call, number):
         "flops_are_least": call.flops_are_least,
         "open_loops": list(call.open_loops),
         "places": [
-            [
+            [device.id]
+            if report.request().gpu
+            else [
                 *(*device.coords, 0, 0)[:3],
                 device.core_on_chip,
                 getattr(device, "slice_index", 0) or 0,
@@ -265,6 +268,8 @@ def _program(call, number):
 
 def _on_first_slice(lowered, devices):
     """Gives a program of a later slice alone the devices of the first in their places: libtpu compiles for no other alone."""
+    if report.request().gpu:
+        return
     own = {getattr(device, "slice_index", 0) or 0 for device in devices}
     if len(own) != 1 or own == {0} or not hasattr(lowered, "_device_list"):
         return
@@ -289,6 +294,7 @@ def _mesh(call, devices):
 def _compiled(lowered, options, folder):
     """The scheduled module, and the compiler's words where it did not fit."""
     options = {
+        **_own_options(),
         **options,
         "xla_dump_to": folder,
         "xla_dump_hlo_as_text": True,
@@ -326,6 +332,16 @@ def _compiled(lowered, options, folder):
         raise failed[0]
     with open(path) as file:
         return file.read(), reason[:4000]
+
+
+def _own_options():
+    """Compile options of a GPU that is not there, as the parent has them, where the user's flags leave them open."""
+    gpu = report.request().gpu
+    return {
+        name: value
+        for name, value in (gpu["options"] if gpu else {}).items()
+        if f"--{name}" not in bridge.flags()
+    }
 
 
 def _text(compiled, folder):

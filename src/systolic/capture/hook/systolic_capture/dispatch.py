@@ -452,7 +452,7 @@ def patch_stages(stages):
     @functools.wraps(real_lower)
     def lower(self, *args, **kwargs):
         if kwargs.get("lowering_platforms") is None:
-            kwargs["lowering_platforms"] = ("tpu",)
+            kwargs["lowering_platforms"] = (bridge.lowering_platform(),)
         lowered = real_lower(self, *args, **kwargs)
         with contextlib.suppress(AttributeError, TypeError):
             params = getattr(self, "_params", {})

@@ -222,6 +222,8 @@ def _across(source, target, shape, itemsize):
     wanted = [(device, _box(index, shape)) for device, index in _map(target, shape)]
     if len({_slice(device) for device, _ in (*had, *wanted)}) > 1:
         return ()
+    if report.request().gpu:  # NVSwitch joins each with each
+        return ()
     torus = report.request().torus
     own_links = sum((2 if closed and size > 2 else 1) for size, closed in torus if size > 1)
     chips = math.prod(size for size, _ in torus)

@@ -15,6 +15,8 @@ PARENT = "parent.lock"
 """File that the parent has locked while it lives."""
 LENT = "SYSTOLIC_CAPTURE_LENT"
 """Variable that is set where the libtpu is the parent's: libtpu sets its path itself when it is imported."""
+CUDA = ("xla_cuda12", "xla_cuda13")
+"""JAX's plugins for NVIDIA's GPUs."""
 LEAST_JAX = (0, 5, 0)
 """Oldest jax whose inner functions are those that are changed here."""
 SAVING_MODULES = (
@@ -57,28 +59,66 @@ def version_of(name):
 
 
 def check_environment():
-    """Ends the process, with a reason, in an environment that can't compile for a TPU."""
+    """Ends the process, with a reason, in an environment that can't compile for the slice."""
     import importlib.util
 
     jax = version_of("jax")
     numbers = tuple(int(part) for part in (jax or "0").split(".")[:3] if part.isdigit())
     if numbers < LEAST_JAX:
         least = ".".join(map(str, LEAST_JAX))
-        refuse(f"{sys.executable} has jax {jax} and a capture needs {least} or later", "jax[tpu]")
+        refuse(
+            f"{sys.executable} has jax {jax} and a capture needs {least} or later",
+            f"'jax[{'cuda12' if request().gpu else 'tpu'}]'",
+        )
+    elif request().gpu:
+        _check_cuda(jax)
     elif os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
         pass
     elif importlib.util.find_spec("libtpu") is None:
-        lent = request().libtpu
+        lent = request().compiler
         if lent is None:
             refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
         os.environ["TPU_LIBRARY_PATH"] = lent["path"]
         os.environ[LENT] = "1"
 
 
+def _check_cuda(jax):
+    """Lends JAX's CUDA plugin to an environment without one; ends the process where neither fits its jax."""
+    import importlib.util
+
+    with contextlib.suppress(ImportError):
+        if any(importlib.util.find_spec(f"jax_plugins.{name}") for name in CUDA):
+            return
+    lent = request().compiler
+    if lent is None or lent["version"] != version_of("jaxlib"):
+        why = f", and that of Systolic is {lent['version']}" if lent is not None else ""
+        refuse(
+            f"{sys.executable} has no CUDA plugin of jax {jax}, whose compiler a GPU's program needs{why}",
+            f"'jax[cuda12-local]=={jax}'",
+        )
+    os.environ[LENT] = "1"
+    # The parent's folder of plugins alone, and nothing else of its environment.
+    plugins = sys.modules.setdefault("jax_plugins", types.ModuleType("jax_plugins"))
+    vars(plugins)["__path__"] = [*vars(plugins).get("__path__", ()), lent["path"]]
+
+
+def compiler():
+    """Name and version of the compiler, and whether it is the parent's: the environment has none then."""
+    if not request().gpu:
+        return ("libtpu", *libtpu())
+    if os.environ.get(LENT):
+        own = request().compiler
+        return own["name"], own["version"], True
+    names = (f"jax-cuda{number}-pjrt" for number in (12, 13))
+    known = ((name, version_of(name)) for name in names)
+    name, version = next((pair for pair in known if pair[1]), ("jax-cuda12-pjrt", None))
+    return name, version, False
+
+
 def libtpu():
     """Version of the compiler, and whether it is the parent's: the environment has none then."""
     if os.environ.get(LENT):
-        return request().libtpu["version"], True
+        return request().compiler["version"], True
     return version_of("libtpu"), False
 
 
