@@ -20,6 +20,7 @@ from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
 from systolic.forecasting.captured import forecast_captured
+from systolic.forecasting.display.trace import trace
 from systolic.sim.network import default_places
 from systolic.sim.timeline import Resource
 
@@ -324,6 +325,11 @@ def test_a_trainer_is_captured_for_gpus_of_two_hosts(
     flops = 2 * 2 * 8192 * 1024**2 + 7 * 2 * 4 * 16 * 64 * 2048**2 / 2
     assert made.hardware_flops == pytest.approx(flops, rel=0.1)
     assert made.step_seconds > flops / 989.4e12
+    events = trace(made, made.timeline)["traceEvents"]
+    bounds = {event["args"]["bound by"] for event in events if "bound by" in event.get("args", {})}
+    assert (
+        {"tensor", "memory", "network"} <= bounds <= {"tensor", "f32", "memory", "network", "idle"}
+    )
     network = [
         span for span, _ in made.timeline.leaves() if span.resource is Resource.dcn and span.seconds
     ]

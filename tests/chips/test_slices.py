@@ -168,6 +168,12 @@ def test_a_wrong_name_is_one_line_with_a_way_out(name: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["-8xh100", "1.5xh100"])
+def test_a_count_that_is_no_whole_number_is_named(name: str) -> None:
+    with pytest.raises(NotFoundError, match=r"count that is no whole number .* as in 8xh100"):
+        systolic.slice(name)
+
+
 def test_suggested_names_exist() -> None:
     for known in chips():
         for number in range(1, 300) if known.slice_rule else ():

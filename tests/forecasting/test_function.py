@@ -511,3 +511,16 @@ def test_a_gather_that_the_compiler_calls_on_sparse_cores_has_the_range_of_its_r
     assert span.seconds == pytest.approx(1.1 * least)
     assert made.timeline.by_rule[0] == pytest.approx(span.seconds)
     assert any("the compiler has no cycles for them: gather" in note for note in made.notes)
+
+
+def test_a_function_of_which_nothing_is_split_says_so(cache: Path) -> None:
+    pytest.importorskip("libtpu")
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    rows = systolic.Spread(mesh={"data": 4}, in_specs=(P("data"), None))
+    one, four, split = (
+        systolic.forecast(jnp.dot, square, square, on=name, spread=spread, quick=True)
+        for name, spread in (("v5e-1", None), (ON, None), (ON, rows))
+    )
+    assert four.step_seconds == one.step_seconds > split.step_seconds
+    told = "none of the arguments is split, so each of the 4 devices does the same work"
+    assert [told in " ".join(made.notes) for made in (one, four, split)] == [False, True, False]

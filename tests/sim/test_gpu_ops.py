@@ -79,7 +79,7 @@ def test_every_op_of_a_recorded_step_has_a_price(timeline: Timeline) -> None:
     assert not timeline.incomplete
     for span, _ in timeline.leaves():
         if span.lane == "core" and span.priced_by is not PricedBy.network:
-            assert span.seconds >= gpu.launch_seconds(EIGHT.chip), span
+            assert span.seconds >= gpu.LAUNCH_SECONDS, span
 
 
 def test_loops_run_as_often_as_the_compiler_says(timeline: Timeline) -> None:

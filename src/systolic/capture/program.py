@@ -307,12 +307,7 @@ def capture(
         NotFoundError: there is no such command.
         RunError: the program failed, called nothing, or its environment can't compile for the slice.
     """
-    if on.platform == "cpu" or (on.platform == "gpu" and not gpu_compiler.is_described(on.chip)):
-        why = "has no description for its compiler" if on.platform == "gpu" else "is a CPU"
-        raise OptionError(
-            f"{on.name} {why}; programs are captured for slices of TPUs and of GPUs such as 8xh100; give a recipe or a function instead"
-        )
-    _check(command)
+    _check(command, on)
     gpu = on.platform == "gpu"
     request = CaptureRequest(
         slice=on.name,
@@ -360,7 +355,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What JAX says of a GPU that is there."""
+    """Facts that JAX tells of a GPU that is there."""
 
     compute_capability: str
     core_count: int
@@ -377,7 +372,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     slice: str
     topology: Topology | dict[str, str]
-    """What the compiler takes to describe the slice, by its own names."""
+    """Description of the slice for the compiler, by its own names."""
     gpu: GpuFacts | None
     """None of a TPU."""
     num_hosts: int
@@ -414,8 +409,13 @@ def _gpu(on: Slice) -> GpuFacts:
     )
 
 
-def _check(command: Sequence[str]) -> None:
-    """Refuses an empty command, and a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+def _check(command: Sequence[str], on: Slice) -> None:
+    """Refuses a slice without a compiler, an empty command, and a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+    if on.platform == "cpu" or (on.platform == "gpu" and not gpu_compiler.is_described(on.chip)):
+        why = "has no description for its compiler" if on.platform == "gpu" else "is a CPU"
+        raise OptionError(
+            f"{on.name} {why}; programs are captured for slices of TPUs and of GPUs such as 8xh100; give a recipe or a function instead"
+        )
     if not command:
         raise OptionError("there is no command after --; add one, such as -- python train.py")
     name, *words = command

@@ -14,6 +14,7 @@ from systolic.chips.record import Chip, ChipKind, Counts, Prices, Shape, SliceRu
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError
 
+_ODD_COUNT = re.compile(r"[-+]?[\d.]+x")
 _COUNTED = re.compile(r"(\d+)x(.+)", re.DOTALL)
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _SHAPED = re.compile(r"([^:]+):(\d+(?:x\d+)*)")
@@ -169,6 +170,10 @@ def slice(name: str) -> Slice:
     names = [alias for c in chips() for alias in (c.name, *c.aliases)]
     near = _most_alike(body, names)
     nearest = "" if near is None else (near if count == 1 else f"{count}x{near}")
+    if near is not None and not counted and _ODD_COUNT.match(text):
+        raise NotFoundError(
+            f"{name} begins with a count that is no whole number of 1 and more, as in 8x{near}; {_HELP}"
+        )
     hint = f"; did you mean {nearest}?" if nearest else "; a name is like v5e-16, 8xh100 or cpu;"
     raise NotFoundError(f"{name} is not the name of a slice{hint} {_HELP}")
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.chips.command import Catalogue, ChipEntry
-from systolic.chips.record import Chip, Figure
+from systolic.chips.record import Chip, ChipKind, Figure
 from systolic.chips.slices import Slice, named_slices
 from systolic.core.units import GIB, gibibytes, si
 
@@ -38,7 +38,7 @@ def _all_chips(catalogue: Catalogue) -> RenderableType:
         table.add_row(
             known.name,
             _scaled(known.peak_bf16_flops_per_second, 1e12),
-            _scaled(known.peak_int8_ops_per_second or known.peak_fp8_flops_per_second, 1e12),
+            _scaled(_peak_of_8_bits(known), 1e12),
             "-" if known.hbm_bytes is None else _bytes(known.hbm_bytes),
             _scaled(known.hbm_bytes_per_second, 1e9),
             _links(known),
@@ -47,10 +47,16 @@ def _all_chips(catalogue: Catalogue) -> RenderableType:
             _price(known.usd_per_chip_hour.spot),
             _range(known),
         )
-    foot = "Power: mean in use, or TDP (t). Links: one way. - : no source. "
+    foot = "Power: mean in use, or TDP (t). Links: one way. - : no source. More GPUs by whole hosts: 16xh100. "
     path = catalogue.user_file
     where = f"Your prices and power: {path}" if path else "systolic chips NAME shows the sources."
     return Group(table, Text(foot + where, style="dim"))
+
+
+def _peak_of_8_bits(known: Chip) -> float | None:
+    """Peak in fp8 or int8, the faster one: Blackwell Ultra has little int8."""
+    peaks = (known.peak_int8_ops_per_second, known.peak_fp8_flops_per_second)
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _one_chip(entry: ChipEntry) -> RenderableType:
@@ -83,6 +89,9 @@ def _one_chip(entry: ChipEntry) -> RenderableType:
     for flag in entry.flags:
         parts += [Text(flag.text), *(Padding(t, (0, 0, 0, 2)) for t in (flag.why, flag.evidence))]
     named = [f"{s.name} {'x'.join(map(str, s.topology))}" for s in entry.slices]
+    if known.kind is ChipKind.gpu:
+        hosts = [f"{n * (known.chips_per_host or 1)}x{known.name}" for n in (2, 3)]
+        named.append(f"{', '.join(hosts)} … by whole hosts")
     if known.slice_rule is not None and known.slice_rule.note:
         named.append(f"({known.slice_rule.note})")
     if named:

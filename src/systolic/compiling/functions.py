@@ -76,7 +76,11 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
             units=units,
             precision=None,
             layout={axis: int(size) for axis, size in mesh.shape.items()},
-            notes=[*program.notes, *_order_notes(program, devices)],
+            notes=[
+                *program.notes,
+                *_order_notes(program, devices),
+                *_whole_notes(program, meshes, devices),
+            ],
         ),
     )
 
@@ -390,6 +394,18 @@ def _order_notes(program: FunctionCall, devices: Sequence[Any]) -> list[str]:
     shown = ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
     return [
         f"the mesh has an order of devices of its own: jax.devices() number {shown} of the slice; collectives are priced in that order, not along the torus as jax.make_mesh would lay it"
+    ]
+
+
+def _whole_notes(
+    program: FunctionCall, meshes: Sequence[Mesh], devices: Sequence[Any]
+) -> list[str]:
+    """A note on a function of which nothing is split over several devices."""
+    own = program.own_mesh or meshes or any(spec is not None for spec in program.specs)
+    if own or len(devices) == 1:
+        return []
+    return [
+        f"none of the arguments is split, so each of the {len(devices)} devices does the same work: split them with spread=systolic.Spread(mesh=…, in_specs=…), or choose a slice of one device"
     ]
 
 

@@ -35,7 +35,8 @@ def compiler() -> str | None:
 
 def is_described(chip: Chip) -> bool:
     """Whether the catalogue has what the compiler is told of a GPU."""
-    return None not in (chip.compute_capability, chip.num_sms, chip.l2_bytes, chip.driver_hbm_bytes)
+    facts = (chip.compute_capability, chip.num_sms, chip.l2_bytes, chip.driver_hbm_bytes)
+    return None not in (*facts, chip.f32_lanes_per_sm, chip.shared_memory_bytes_per_sm)
 
 
 def compiles(on: Slice) -> bool:
@@ -73,7 +74,8 @@ def target_config(chip: Chip) -> str:
     """
     assert chip.compute_capability is not None
     major, minor = chip.compute_capability.split(".")
-    shared = chip.shared_memory_bytes_per_sm or 0
+    assert chip.shared_memory_bytes_per_sm is not None
+    shared = chip.shared_memory_bytes_per_sm
     # Tensor cores of Hopper and later need the features that only their own architecture has (sm_90a, sm_100a).
     features = " feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     return f"""gpu_device_info {{

@@ -152,8 +152,12 @@ def check_folder_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
+        # What /proc says of a new file is that there is none.
+        why = (
+            "a file can't be made in it" if isinstance(error, FileNotFoundError) else error.strerror
+        )
         raise RunError(
-            f"{folder} is not writable ({error.strerror}); choose another folder for {path.name}"
+            f"{folder} is not writable ({why}); choose another folder for {path.name}"
         ) from error
 
 

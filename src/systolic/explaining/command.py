@@ -498,7 +498,7 @@ def explain_program(
 
     Args:
         command: The program with its options; it runs in its own environment, unchanged.
-        on: The slice of TPUs that the program sees.
+        on: The slice of TPUs or GPUs that the program sees.
         step: Name of the jitted function that is the step; by default the sequence of calls that repeats.
 
     Raises:

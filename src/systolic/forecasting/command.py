@@ -281,7 +281,7 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
 
     Args:
         command: The program with its options; it runs in its own environment, unchanged.
-        on: The slice of TPUs that the program sees.
+        on: The slice of TPUs or GPUs that the program sees.
         step: Name of the jitted function that is the step; by default the sequence of calls that repeats.
         minutes: Limit in minutes for the program to reach its step.
         keep: Save the compiled text, the compiler's memory report and the order of devices to this new folder.

@@ -378,7 +378,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
 
     Args:
         command: The program with its options; it runs in its own environment, unchanged.
-        on: Slices of TPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
+        on: Slices of TPUs or GPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
         goal: What ranks them: cost or time, for the same work.
         full: Compile in full, with the compiler's cycles, rather than up to its schedule.
         minutes: Limit in minutes for the program to reach its step on each slice.

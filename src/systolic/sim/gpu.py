@@ -207,7 +207,7 @@ def elementwise_seconds(
     if lanes:
         arithmetic = flops / lanes + transcendental / (lanes * TRANSCENDENTAL_LANES)
     moved = (read_bytes + written_bytes) / memory_rate(chip)
-    return max(launch_seconds(chip), MEMORY_SECONDS + max(moved, arithmetic))
+    return max(LAUNCH_SECONDS, MEMORY_SECONDS + max(moved, arithmetic))
 
 
 def collective_seconds(on: Slice, kind: str, num_bytes: float, groups: Groups) -> float:
@@ -223,11 +223,6 @@ def collective_seconds(on: Slice, kind: str, num_bytes: float, groups: Groups) -
         NotFoundError: the catalogue lacks the rate of a link that it needs.
     """
     return switched(on).collective(kind, groups, num_bytes, num_bytes).seconds
-
-
-def launch_seconds(_chip: Chip) -> float:
-    """Least seconds from the start of a kernel to the start of the next."""
-    return LAUNCH_SECONDS
 
 
 def memory_rate(chip: Chip) -> float:

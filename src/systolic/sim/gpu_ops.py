@@ -149,10 +149,7 @@ class _Gpu:
             groups, groups=tuple(tuple(self.ids[n] for n in group) for group in groups.groups)
         )
         cost = switched(self.on).collective(kind, placed, out_bytes, in_bytes)
-        if not cost.lanes:
-            return cost
-        seconds = gpu.collective_seconds(self.on, kind, max(out_bytes, in_bytes), placed)
-        return replace(cost, seconds=seconds, lanes=(STREAM, *cost.lanes))
+        return replace(cost, lanes=(STREAM, *cost.lanes)) if cost.lanes else cost
 
     def price(
         self, module: Module, computation: Computation, instruction: Instruction, _: bool = False
@@ -202,7 +199,7 @@ class _Gpu:
             memory=self.reached.memory,
             operations=self.reached.of("f32"),
             is_cpu=False,
-            launch_seconds=gpu.launch_seconds(self.on.chip),
+            launch_seconds=gpu.LAUNCH_SECONDS,
         )
         ruled = irregular(module, computation, instruction, work, rates)
         if ruled is None:
@@ -221,7 +218,7 @@ class _Gpu:
 
     def _paid(self, seconds: float, work: Work, by: PricedBy) -> OpPrice:
         """A kernel's price: no less than the time from one kernel's start to the next one's."""
-        launch, peaks = gpu.launch_seconds(self.on.chip), peaks_of(self.on.chip)
+        launch, peaks = gpu.LAUNCH_SECONDS, peaks_of(self.on.chip)
         matrix = work.flops / peaks.get(number_format(work.dtype), peaks["bf16"])
         resource = Resource.mxu if matrix >= work.bytes / self.hbm else Resource.hbm
         if not work.flops and work.bytes / self.hbm < seconds / 3:
@@ -302,8 +299,10 @@ def _together(calls: Sequence[OpPrice]) -> OpPrice:
 
 def _moved(computation: Computation, call: Instruction) -> float:
     """Bytes of a call's operands and results, without its workspace."""
-    results = [shape for shape in call.shape.arrays() if shape.dtype not in _WORKSPACE]
-    shapes = [*computation.operand_shapes(call), *(results or call.shape.arrays())]
+    results = list(call.shape.arrays())
+    if len(results) > 1 and results[-1].dtype in _WORKSPACE:
+        results.pop()
+    shapes = [*computation.operand_shapes(call), *results]
     return float(sum(shape.bytes_in(0) for shape in shapes))
 
 

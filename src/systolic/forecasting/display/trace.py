@@ -5,7 +5,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def write_trace(forecast: Forecast, path: Path) -> None:
 def trace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> dict[str, Any]:
     """The trace as JSON values; times in microseconds from the start of the step."""
     unrolled, names = unroll(timeline, cap), readings.lanes(forecast, LANES)
+    short = readings.short_names(forecast)
     title = f"{forecast.recipe} on {forecast.on.name}, one device ({forecast.origin.value})"
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}
@@ -169,7 +170,7 @@ def trace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> dict[str, A
         common = {"ph": "M", "pid": 1, "tid": tid}
         events.append({**common, "name": "thread_name", "args": {"name": names.get(lane, lane)}})
         events.append({**common, "name": "thread_sort_index", "args": {"sort_index": tid}})
-        events += [_event(event, tid) for event in row]
+        events += [_event(event, tid, short) for event in row]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
@@ -184,7 +185,7 @@ def trace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> dict[str, A
     }
 
 
-def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
+def _event(event: LaneEvent, tid: int, short: Mapping[str, str]) -> dict[str, Any]:
     span = event.span
     loop = event.iterations > 0
     args: dict[str, Any] = {"op": span.name, "opcode": span.opcode}
@@ -193,7 +194,7 @@ def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
         if event.iterations < span.repeat:
             args["shown"] = event.iterations
     else:
-        args["bound by"] = span.resource.value
+        args["bound by"] = short.get(span.resource.value, span.resource.value)
         args["priced by"] = span.price_source
     facts = {"layer": span.layer, "source": span.source, "flops": span.flops, "bytes": span.bytes}
     args |= {name: value for name, value in facts.items() if value}
@@ -202,7 +203,7 @@ def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
         "pid": 1,
         "tid": tid,
         "name": f"{span.name} × {span.repeat:g}" if loop and span.repeat > 1 else _name(event),
-        "cat": span.resource.value,
+        "cat": short.get(span.resource.value, span.resource.value),
         "ts": round(event.start * MICROSECONDS, 3),
         "dur": round(event.seconds * MICROSECONDS, 3),
         "args": args,

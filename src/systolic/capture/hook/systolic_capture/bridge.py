@@ -87,7 +87,7 @@ def _answer(kind, name, answer):
 
 
 def _answer_gpu(kind, gpu):
-    """What JAX says of a GPU that is there, and cuDNN's version and the GPU's features as its attention asks for them.
+    """Facts that JAX tells of a GPU that is there, and cuDNN's version and the GPU's features as its attention asks for them.
 
     A slice is what NVLink joins: hosts of other machines are slices of their own.
     """
@@ -247,7 +247,7 @@ def patch_bridge(bridge):
 
 
 def patch_plugins(module):
-    """Parts of JAX's plugins are loaded without words."""
+    """Loads parts of JAX's plugins without words."""
     if hasattr(module, "import_from_plugin"):
         module.import_from_plugin = _quiet()(module.import_from_plugin)
 
