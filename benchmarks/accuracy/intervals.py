@@ -3,12 +3,14 @@
 ``python benchmarks/accuracy/intervals.py`` prints how many rows lie in a range that was made without their family;
 ``--write`` writes the table and the dated page of these counts. Rows are of four kinds of program: ``own``, a trainer's, captured
 (``benchmarks/reach``); ``rebuilt``, the published settings as a recipe (``run.py``); ``function``, operations and small
-programs (``benchmarks/operations``); ``decode``, a token of a static batch (``benchmarks/serve``).
+programs (``benchmarks/operations``); ``decode``, a token of a static batch (``benchmarks/serve``); ``gpu``, training steps on GPUs by
+XLA's GPU compiler or by a roofline (``benchmarks/gpu``).
 """
 
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +26,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "reach"))
 import report
 from records import RESULTS, newest
 
+from systolic.chips import slice
+
 HERE = Path(__file__).parent
+GPU_STEPS = HERE.parent / "gpu" / "steps.json"
 PUBLISHED = HERE / "published.json"
 TABLE = HERE.parents[1] / "src" / "systolic" / "forecasting" / "errors.toml"
 PAGE = RESULTS / "2026-11-28-intervals.md"
-SHARE = {"own": 0.8, "rebuilt": 0.8, "function": 0.84, "decode": 0.8}
+SHARE = {"own": 0.8, "rebuilt": 0.8, "function": 0.84, "decode": 0.8, "gpu": 0.8}
 """Of results that a range is made to hold, by kind: the least from 80 % up at which it holds 80 % of the rows of each
 generation that it was made without, where there are ten or more that nothing was fitted to."""
 FEW = 9
@@ -43,7 +48,7 @@ KEPT_IN = ("grouped_matmul kernel",)
 """Kinds that begin so and are kept."""
 UNJUDGED = ("v5e",)
 """Generations whose few operations were timed by the host's clock."""
-KINDS = ("own", "rebuilt", "function", "decode")
+KINDS = ("own", "rebuilt", "function", "decode", "gpu")
 
 Row = Mapping[str, Any]
 
@@ -81,6 +86,8 @@ def family(row: Row) -> str:
             return f"{row['generation']} {row['kind']}"
         case "decode":
             return f"{row['name']} {row['case'].partition(',')[0]}"
+        case "gpu":
+            return re.sub(r"-\d+$", "", row["id"])  # of one model on more and more GPUs
         case _:
             model = _models().get(row["id"], row["id"])
             return published.family(row["id"], row["generation"], model)
@@ -135,6 +142,16 @@ def decode_rows() -> list[Row]:
     ]
 
 
+def gpu_rows() -> list[Row]:
+    """Steps of GPUs that were read after all prices were set; ``mode`` is what forecast them."""
+    places = {row["id"]: row["on"] for row in json.loads(GPU_STEPS.read_text())}
+    return [
+        row | {"mode": row["by"], "generation": slice(places[row["id"]]).chip.name}
+        for row in lines(newest("gpu-steps"))
+        if row["set"] == "later"
+    ]
+
+
 def read(**files: Sequence[Row]) -> list[Row]:
     """Rows with a forecast, by default the stored ones; ``group`` is their kind."""
     stored = {
@@ -142,6 +159,7 @@ def read(**files: Sequence[Row]) -> list[Row]:
         "rebuilt": rebuilt_rows,
         "function": function_rows,
         "decode": decode_rows,
+        "gpu": gpu_rows,
     }
     found = [
         {"mode": "quick", **row, "group": kind}
@@ -283,7 +301,8 @@ def coverage(rows: Sequence[Row]) -> Iterator[str]:
 INTRODUCTION = """# Ranges of forecasts, 2026-11-28
 
 `python benchmarks/accuracy/intervals.py --write` makes `src/systolic/forecasting/errors.toml` and this page from the newest results: trainers' own programs
-(`own`), published settings as recipes (`rebuilt`), operations that no price was fitted to (`function`), tokens of static batches (`decode`). Claimed: 80 %.
+(`own`), published settings as recipes (`rebuilt`), operations that no price was fitted to (`function`), tokens of static batches (`decode`), training
+steps on GPUs by their compiler or by a roofline (`gpu`). Claimed: 80 %.
 
 - Ends are by rank of the errors (conformal), each family counting once: one trainer's runs of one model on one generation, a kind of operation, an engine's
   batch. A generation with fewer than nine families takes the range of all, and its own results widen it.
@@ -291,6 +310,7 @@ INTRODUCTION = """# Ranges of forecasts, 2026-11-28
   into, are in `all rows` alone.
 - A rebuilt program's range is no narrower than an own program's: a recipe is not the trainer's program.
 - There are only schedules of steps; full compiles take the same ranges, since they agree within 3 % (`2026-11-22-operations.md`).
+- GPUs: the 21 steps that were read after the last constant was set (`later` in `2026-11-28-gpu-steps.md`), of which causes were looked for in the fit half.
 - Decode has nine families, all on v5e: from end to end they promise 8 of 10.
 
 """

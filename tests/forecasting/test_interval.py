@@ -144,7 +144,8 @@ def test_a_range_says_what_it_rests_on(facts: ProgramFacts, kind: str, mode: str
         assert high == pytest.approx(2 / (1 + expected["low"]))
         assert low < 2 < high
         assert text.startswith(f"{expected['held']} of {expected['rows']} ")
-        assert ("all generations" in text) == (used == "all")
+        elsewhere = "all generations" in text or "on v5e, none on" in text  # where decode was timed
+        assert elsewhere == (used == "all")
 
 
 def test_a_recipe_s_range_says_why_it_is_wider_than_a_captured_program_s() -> None:

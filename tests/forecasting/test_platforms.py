@@ -17,10 +17,11 @@ from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import Origin
 from systolic.forecasting import Forecast, Spread, forecast_program
+from systolic.forecasting.cautions import errors
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
 from systolic.forecasting.function import function_program
-from systolic.forecasting.platforms import GPU_ERROR, STAND_IN
+from systolic.forecasting.platforms import STAND_IN
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.terminal import plain
@@ -157,8 +158,10 @@ def test_the_roofline_is_the_catalogues(h100: Forecast) -> None:
         ) * (1 - 1e-9)
     assert h100.mfu == pytest.approx(MATMUL / h100.step_seconds / 989e12)
     assert 0 < h100.mfu < 0.81
-    assert h100.low == pytest.approx(h100.step_seconds * (1 - GPU_ERROR))
-    assert h100.high == pytest.approx(h100.step_seconds * (1 + GPU_ERROR))
+    past = errors()["gpu"]["roofline"]["h100"]
+    assert h100.low == pytest.approx(h100.step_seconds / (1 + past["high"]))
+    assert h100.high == pytest.approx(h100.step_seconds / (1 + past["low"]))
+    assert f"{past['held']} of {past['rows']} published training steps on h100" in h100.interval
 
 
 def test_eight_gpus_gather_and_scatter_over_their_links(eight: Forecast) -> None:

@@ -9,10 +9,10 @@ from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.units import Origin
 from systolic.forecasting import forecast_text
+from systolic.forecasting.cautions import errors
 from systolic.forecasting.command import forecast_dump
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
-from systolic.forecasting.platforms import GPU_ERROR
 from systolic.hlo import parse
 from systolic.hlo.parse import check
 from systolic.report.terminal import plain
@@ -132,7 +132,9 @@ def test_a_gpu_s_dump_is_simulated(tmp_path: Path) -> None:
     assert found.origin is Origin.simulated
     assert found.memory_origin is Origin.simulated
     assert found.step_seconds == simulate(recorded.module("step-8xh100"), slice("8xh100")).seconds
-    assert found.low == pytest.approx((1 - GPU_ERROR) * (found.step_seconds or 0.0))
+    past = errors()["gpu"]["compiler"]["h100"]
+    assert found.low == pytest.approx((found.step_seconds or 0.0) / (1 + past["high"]))
+    assert found.high == pytest.approx((found.step_seconds or 0.0) / (1 + past["low"]))
     assert any("does not name its chip" in note for note in found.notes)
     with pytest.raises(DataError, match="is a GPU's schedule"):
         forecast_text(path, slice("v5e-8"))

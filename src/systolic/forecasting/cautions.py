@@ -1,6 +1,10 @@
 """Notes on what makes a step's time one-sided or rests on the user: shown before all others."""
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from systolic.sim.incomplete import GapKind, Incomplete
 from systolic.sim.timeline import Timeline
@@ -17,6 +21,12 @@ def cautions_of(timeline: Timeline) -> list[str]:
     if timeline.given:
         cautions.append(f"given by you: {'; '.join(timeline.given)}")
     return cautions
+
+
+@cache
+def errors() -> Mapping[str, Any]:
+    """Errors of past forecasts by kind of program, mode and generation, as ``benchmarks/accuracy/intervals.py`` writes them."""
+    return tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
 
 
 def ended(timeline: Timeline, range_of: Callable[[Timeline], tuple[float, float, str]]) -> Range:

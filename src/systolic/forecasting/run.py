@@ -2,10 +2,8 @@
 
 import enum
 import time
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from systolic.compiling.traced import ProgramFacts
 from systolic.core.errors import RunError
 from systolic.core.units import Origin
 from systolic.forecasting.calibrations import told_of_step
-from systolic.forecasting.cautions import cautions_of, ended
+from systolic.forecasting.cautions import cautions_of, ended, errors
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.costs import note_of, windowed
 from systolic.forecasting.forecast import Forecast
@@ -52,11 +50,6 @@ from systolic.sim.timeline import Timeline, layer_of
 ALL = "all"
 """The row of all generations together."""
 Say = Callable[[str], None]
-
-
-@cache
-def _table() -> Mapping[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
 
 
 class ScheduleDetail(enum.Enum):
@@ -115,7 +108,7 @@ def interval_of(
     and where a program is of another kind or mode.
     """
     kind = ResultKind.of(facts)
-    schedules = _table()[kind.value]
+    schedules = errors()[kind.value]
     by_generation = schedules.get(schedule.value) or schedules[ScheduleDetail.quick.value]
     row = by_generation.get(generation)
     where = generation if row is not None else f"all generations, too few on {generation}"
@@ -125,7 +118,7 @@ def interval_of(
     text = f"{row['held']} of {row['rows']} {MEASURED[kind]} on {where}"
     if kind is ResultKind.rebuilt:
         text += ", whose trainers' programs differ from a recipe's"
-        own = _table()[ResultKind.own.value][ScheduleDetail.quick.value]
+        own = errors()[ResultKind.own.value][ScheduleDetail.quick.value]
         own = own.get(generation) or own[ALL]
         if (row["low"], row["high"]) != (own["low"], own["high"]):
             text += f": wider than a captured program's ({own['low']:+.0%} to {own['high']:+.0%})"

@@ -100,8 +100,8 @@ def text(note: PlanNote) -> str:
             return f"no slice of {note.chip} was compiled; {why}"
         case GpuTimes():
             if note.simulated:
-                return "GPUs are compared by the schedules of XLA's GPU compiler: time within about 35 %, kernels assumed"
-            return "GPUs are compared by a roofline of their partitioned program: time within about 35 %, memory estimated"
+                return "GPUs are compared by the schedules of XLA's GPU compiler: each time has its range, kernels are assumed"
+            return "GPUs are compared by a roofline of their partitioned program: each time has its range, memory is estimated"
         case PricesUnknown():
             more = " …" if len(note.slices) > NAMED else ""
             return f"no {note.price.value} price is known for {', '.join(note.slices[:NAMED])}{more}; add prices in a file, see systolic chips --help"
