@@ -220,7 +220,11 @@ def _answer(lowered: Any, request: CompileRequest, report: CompileReport, desk: 
         options = {**compile_options([*shorter, *own], "tpu"), **options}
     elif on.platform == "gpu" and report.built is Built.topology:
         given = {name_of(flag) for flag in request.flags}
-        own = [flag for flag in gpu_compiler.FLAGS if name_of(flag) not in given]
+        own = [
+            flag
+            for flag in gpu_compiler.flags_for(report.program.verb)
+            if name_of(flag) not in given
+        ]
         options = {**compile_options(own, "gpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None

@@ -107,7 +107,13 @@ def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
     if not gpu_compiler.compiles(on):
         return facts
     compiler = gpu_compiler.compiler() or ""
-    return [*facts, compiler, gpu_compiler.target_config(on.chip), *gpu_compiler.FLAGS]
+    return [
+        *facts,
+        compiler,
+        gpu_compiler.target_config(on.chip),
+        *gpu_compiler.FLAGS,
+        *gpu_compiler.FEW_ROWS,
+    ]
 
 
 def lowering_platform(on: Slice) -> str:

@@ -28,7 +28,7 @@ from systolic.forecasting.memory import (
     with_held,
 )
 from systolic.forecasting.op_changes import Schedule
-from systolic.forecasting.platforms import KERNELS, SIMULATED, gpu_memory, without_triton
+from systolic.forecasting.platforms import KERNELS, SIMULATED, gpu_memory, of_triton
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -528,7 +528,7 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
             f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
         )
     if on.platform == "gpu":
-        notes += [SIMULATED, *without_triton(answer.flags.split()), KERNELS]
+        notes += [SIMULATED, *of_triton(answer.flags.split(), "captured"), KERNELS]
     if not max(parts, key=lambda part: part.memory.peak_bytes).is_compiled_memory:
         notes.append(FROM_SCHEDULE)
     return [*notes, ZEROS]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from systolic.chips import Slice
 from systolic.compiling import Compiled
-from systolic.compiling.gpu_compiler import advice
+from systolic.compiling.gpu_compiler import advice, flags_for
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -37,6 +37,9 @@ STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled i
 REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
 SIMULATED = "compiled by XLA's GPU compiler, whose schedule is simulated"
 WITHOUT_TRITON = "Triton's matmuls are off, since their tiles come from timing them on a GPU; --flags=--xla_gpu_enable_triton_gemm=true has them"
+WITH_TRITON = (
+    "Triton's matmuls, whose tiles come from timing them on a GPU, are priced by their sizes"
+)
 KERNELS = "kernels assumed, as none was timed: cuBLAS matmuls, cuDNN attention"
 HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
@@ -196,9 +199,11 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
     return Origin.simulated if timeline is not None and fits else Origin.compiled
 
 
-def without_triton(flags: Sequence[str]) -> list[str]:
-    """The line on Triton's matmuls, which are off for a GPU that is not there unless the flags say otherwise."""
-    return [] if any("triton_gemm" in flag for flag in flags) else [WITHOUT_TRITON]
+def of_triton(flags: Sequence[str], verb: str) -> list[str]:
+    """The line on Triton's matmuls in a step for a GPU that is not there; none where the flags say whether it has them."""
+    if any("triton_gemm" in flag for flag in flags):
+        return []
+    return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
 
 
 def _notes(
@@ -214,7 +219,7 @@ def _notes(
     else:
         notes = [HOST_TIME] if on.platform == "cpu" else [SIMULATED]
     if built is Built.topology:
-        notes += without_triton(report.flags)
+        notes += of_triton(report.flags, report.program.verb)
     if on.platform == "cpu":
         notes.append(MEASURED)
         if on.num_devices > 1:
