@@ -126,3 +126,13 @@ def test_tiles_fit_and_are_what_the_kernels_take(
         assert _vmem(tiles, work, transposed) <= VMEM_BYTES
         # On v4 and v5p two cores share the columns.
         assert columns <= 128 or wide < columns
+
+
+def test_on_a_gpu_the_work_with_all_experts_is_told() -> None:
+    x, matrices = jnp.ones((8, 16)), jnp.ones((4, 16, 32))
+    sizes = jnp.array([2, 2, 2, 2])
+    for platform, told in (("gpu", True), ("cpu", False)):
+        mesh = jax.sharding.AbstractMesh((1,), ("fsdp",))
+        target = MeshTarget(platform=platform, layout=Layout(fsdp=1), dtype="float32", mesh=mesh)
+        grouped_product(target, x, matrices, sizes, 8)
+        assert any("with all 4 experts" in note for note in target.notes) == told

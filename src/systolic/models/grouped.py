@@ -97,6 +97,10 @@ def grouped_product(
     if isinstance(matrices, Quantized):
         return _quantized_product(target, x, matrices, sizes, expected)
     if target.platform != "tpu":
+        if target.platform == "gpu" and matrices.shape[0] > 1:
+            target.note(
+                f"XLA multiplies each row with all {matrices.shape[0]} experts that a GPU holds (ragged_dot has no kernel there): HFU counts all of that, MFU what is needed"
+            )
         return jax.lax.ragged_dot(x, matrices, sizes)
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
         if turned:
