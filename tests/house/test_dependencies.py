@@ -52,6 +52,7 @@ NAMED = {
     **APART,
     **CACHED,
     "opentelemetry": "opentelemetry-api",
+    "lm_eval": "lm-eval",
     "moto": "moto",
     "optuna": "optuna",
     "sqlalchemy": "sqlalchemy",

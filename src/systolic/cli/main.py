@@ -321,7 +321,7 @@ VERBS = {
         ),
     ),
     "eval": Verb(
-        "evaluates a run on its held-out data",
+        "evaluates a run on its held-out data, or by lm-evaluation-harness",
         VerbForm(
             function="systolic.inference.command:evaluate",
             view="systolic.inference.view:show_metrics",

@@ -219,12 +219,8 @@ def _answer(lowered: Any, request: CompileRequest, report: CompileReport, desk: 
         shorter = shorter_search(on.name) if SCHEDULE_ONLY in request.options else ()
         options = {**compile_options([*shorter, *own], "tpu"), **options}
     elif on.platform == "gpu" and report.built is Built.topology:
-        given = {name_of(flag) for flag in request.flags}
-        own = [
-            flag
-            for flag in gpu_compiler.flags_for(report.program.verb)
-            if name_of(flag) not in given
-        ]
+        flags = gpu_compiler.flags_for(report.program.verb)
+        own = [flag for flag in flags if name_of(flag) not in map(name_of, request.flags)]
         options = {**compile_options(own, "gpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None

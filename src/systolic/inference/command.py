@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.core.arguments import OptionWords, command_of, explained_by
+from systolic.core.arguments import OptionWords, Partner, command_of, explained_by
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter, working
@@ -185,22 +185,28 @@ def predict(
 
 @command_of
 @explained_by(generate)
-def evaluate(
+def evaluate(  # noqa: PLR0913  the options of systolic eval
     model: Annotated["TrainedModel | Path | str", RUN],
     *,
     split: Split | None = None,
     path: Path | None = None,
     checkpoint: str | int = "best",
     batches: Annotated[int, NOT_NEGATIVE] = 0,
+    harness: Annotated[str | Sequence[str], OptionWords(tuple[str, ...])] = (),
+    harness_tasks: Annotated[Path | None, Partner("harness")] = None,
+    harness_limit: Annotated[int, NOT_NEGATIVE, Partner("harness")] = 0,
     trust: bool = False,
 ) -> "MeasuredModel":
-    """Evaluates a run on its held-out data, or on other data.
+    """Evaluates a run on its held-out data, on other data, or by tasks of lm-evaluation-harness.
 
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         split: Split to evaluate; by default every held-out split.
         path: Other data, such as new.jsonl, read like the run's own; all of it is evaluated.
         batches: Use only the first N batches; 0 uses all.
+        harness: Tasks of lm-evaluation-harness (extra harness) in place of data, with commas: hellaswag,arc_easy. Results are kept in the model's folder harness.
+        harness_tasks: Folder of tasks of your own, YAML files.
+        harness_limit: Use only the first N documents of each task; 0 uses all.
 
     Raises:
         OptionError: both a split and a path are given, or there is no such data.
@@ -210,6 +216,12 @@ def evaluate(
     from systolic.inference.evaluation import check_data
     from systolic.inference.results import MeasuredModel
 
+    if harness:
+        if (split, path, batches) != (None, None, 0):
+            raise OptionError(
+                "--harness has data of its own; leave out --split, --path and --batches"
+            )
+        return _by_harness(model, harness, harness_tasks, harness_limit, checkpoint, trust)
     check_data(split, path)
     with _opened(model, checkpoint, trust) as (opened, warnings):
         metrics = opened.evaluate(split, path=path, batches=batches)
@@ -221,6 +233,24 @@ def evaluate(
         baselines=baselines,
         warnings=tuple(warnings),
     )
+
+
+def _by_harness(
+    model: "TrainedModel | Path | str",
+    tasks: str | Sequence[str],
+    folder: Path | None,
+    limit: int,
+    checkpoint: str | int,
+    trust: bool,
+) -> "MeasuredModel":
+    from systolic.inference.evaluation import run_harness
+    from systolic.inference.results import MeasuredModel
+
+    words = [tasks] if isinstance(tasks, str) else tasks
+    names = [name for word in words for name in word.split(",") if name]
+    options = ["--checkpoint", str(checkpoint), *(["--trust"] if trust else [])]
+    metrics = run_harness(_path(model), names, folder, limit, options)
+    return MeasuredModel(path=_path(model), step=0, metrics=metrics, baselines={})
 
 
 @command_of

@@ -1,14 +1,25 @@
-"""Evaluation of a model: the task's metrics over data, or answers to held-out conversations by exact match and as JSON."""
+"""Evaluation of a model: the task's metrics over data, answers to held-out conversations by exact match and as JSON, or tasks of lm-evaluation-harness."""
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
 
-from systolic.core.errors import DataError, OptionError, nearest
+from systolic.core.errors import DataError, OptionError, RunError, extra, nearest
+from systolic.core.files import write_atomically
 from systolic.core.ranges import COUNT, check
 from systolic.data.text.instructions import Instructions, asked
 from systolic.job import Job, Sampling, Split
@@ -21,6 +32,12 @@ if TYPE_CHECKING:
 EXACT, JSON = "exact", "json"
 GREEDY = Sampling(temperature=0.0)
 Score = Callable[..., Any]
+FOLDER = "harness"
+"""Folder of a model's results, a file each."""
+AT_ONCE = 16
+"""Requests at once: the rows that a server decodes together by default."""
+POLL_SECONDS = 0.2
+_REASON = re.compile(r"^systolic: (.*?)(?: \[[\w-]+\])?$", re.MULTILINE)
 
 
 class HaltedError(Exception):
@@ -323,3 +340,111 @@ def _number(metric: AnswerMetric, value: Any) -> float:
     if not isinstance(value, Real):
         raise OptionError(f"the metric {metric.name} returned {value!r}; return a number or a bool")
     return float(value)
+
+
+def run_harness(
+    model: Path, tasks: Sequence[str], folder: Path | None, limit: int, options: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Metrics by task, kept with the model in ``harness/TIME.json`` where it is a folder.
+
+    Args:
+        model: A run, or a model's folder or file.
+        tasks: Names of tasks, of groups, or patterns of them.
+        folder: Tasks of your own, YAML files; None for the harness's alone.
+        limit: Documents of each task; 0 for all.
+        options: More options of ``systolic serve``.
+
+    Raises:
+        MissingExtraError: the extra ``harness`` is not installed.
+        OptionError: there is no such task.
+        RunError: the model can't be served, or the harness failed.
+    """
+    with extra("--harness", "harness"):
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    names = manager.match_tasks(list(tasks))
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise OptionError(
+                f"the harness has no task {task}; lm-eval ls tasks lists them, and --harness-tasks is a folder of your own"
+            )
+    with _served(model, options) as url, urlopen(f"{url}/tokenizer_info") as response:
+        about = json.load(response)
+        start = about.get("bos_token_id", about.get("eos_token_id"))
+        arguments = {
+            "base_url": f"{url}/v1/completions",
+            "model": "model",
+            "tokenizer_backend": "remote",
+            "num_concurrent": AT_ONCE,
+            "max_length": about["model_max_length"],
+            **({} if start is None else {"custom_prefix_token_id": start}),
+        }
+        try:
+            found: Any = lm_eval.simple_evaluate(
+                model="local-completions",
+                model_args=arguments,
+                tasks=names,
+                task_manager=manager,
+                limit=limit or None,
+                log_samples=False,
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RunError(f"the harness failed: {type(error).__name__}: {reason}") from error
+    if model.is_dir():
+        kept = model / FOLDER / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        kept.parent.mkdir(exist_ok=True)
+        content = {key: found[key] for key in ("results", "versions", "n-samples", "configs")}
+        version = {"lm_eval": lm_eval.__version__, "limit": limit}
+        write_atomically(kept, json.dumps(version | content, indent=1, default=str).encode())
+    return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a task; ``acc,none`` is that without a filter."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and "," in name
+    }
+
+
+@contextmanager
+def _served(model: Path, options: Sequence[str]) -> Generator[str]:
+    """The address of a server of the model alone, on this machine, while it lasts.
+
+    Raises:
+        RunError: it ended before it was ready, with its reason.
+    """
+    words = ["serve", f"model={model}", "--port", "0", "--log", "json", *options]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "systolic", *words],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as server,
+    ):
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().partition(" ")[0]
+            while server.poll() is None and not _is_ready(url):
+                time.sleep(POLL_SECONDS)
+            if server.poll() is not None:
+                log.seek(0)
+                reasons = _REASON.findall(log.read())
+                raise RunError(reasons[-1] if reasons else f"the server of {model} ended early")
+            yield url
+        finally:
+            server.terminate()
+
+
+def _is_ready(url: str) -> bool:
+    """Whether a server answers with every model."""
+    try:
+        with urlopen(f"{url}/health") as answer:
+            return answer.status == HTTPStatus.OK
+    except (HTTPError, URLError, ValueError):
+        return False

@@ -100,6 +100,12 @@ def test_tokens_of_chats_and_of_encoders(server: Running) -> None:
     bare = post("/tokenize", model="embedding", prompt="hi", add_special_tokens=False)
     assert bare["tokens"] == [104, 105]
     assert post("/detokenize", model="embedding", tokens=[104, 105]) == {"prompt": "hi"}
+    with server.client() as http:
+        about = http.get("/tokenizer_info", params={"model": "echo"}).json()
+    assert about["chat_template"] == CHAT
+    assert about["model_max_length"] > 0
+    # Bytes have an end that no text holds: by its id alone.
+    assert (about["eos_token"], about["eos_token_id"]) == (None, 256)
     no_chat = post("/tokenize", model="embedding", messages=HELLO)["error"]
     assert no_chat["message"] == "embedding knows no chat; send prompt"
     no_text = post("/tokenize", model="tensors", prompt="hi")["error"]

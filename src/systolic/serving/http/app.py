@@ -133,6 +133,7 @@ PATHS: Sequence[Path] = (
     Path("POST", "/v1/audio/transcriptions", transcriptions, "Speech to text", FORM),
     Path("POST", "/tokenize", listing.tokenize, "Ids of a text", listing.TokenizeFields),
     Path("POST", "/detokenize", listing.detokenize, "Text of ids", listing.DetokenizeFields),
+    Path("GET", "/tokenizer_info", listing.tokenizer_info, "Marks and template of a tokenizer"),
     Path("GET", "/v2", inference.server, "The server"),
     Path("GET", "/v2/health/live", inference.live, "Whether it is alive"),
     Path("GET", "/v2/health/ready", inference.ready, "Whether it is ready"),

@@ -172,6 +172,25 @@ async def detokenize(request: Request, state: ServerState) -> Response:
     return json_response({"prompt": text})
 
 
+async def tokenizer_info(request: Request, state: ServerState) -> Response:
+    """``GET /tokenizer_info``, as vLLM has it: the marks that a text may hold, and the template of chats."""
+    served = state.use(request, request.query_params.get("model"))
+    own = served if isinstance(served, ServedText) else _reader(served)
+    tokenizer = own.tokenizer
+    marks = {"bos_token": tokenizer.start, "eos_token": tokenizer.end}
+    about: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "pad_token": None}
+    for name, number in marks.items():
+        mark = None if number is None else tokenizer.token(number)
+        # Bytes have an end that no text holds.
+        about[name] = mark if mark and tokenizer.encode(mark) == [number] else None
+        about[f"{name}_id"] = number
+    if isinstance(served, ServedText):
+        template = served.template
+        about["chat_template"] = None if template is None else template.text
+        about["model_max_length"] = served.engine.context
+    return json_response(about)
+
+
 async def page(request: Request, state: ServerState) -> Response:
     """The page."""
     del request, state
