@@ -22,6 +22,7 @@ FOR = {
     "gguf": "GGUF files",
     "serve": "the HTTP server",
     "traces": "OpenTelemetry traces of the server",
+    "harness": "`systolic eval --harness`",
     "tune": "searches by Optuna",
     "postgresql": "studies that several machines share",
     "docs": "this site",

@@ -336,6 +336,32 @@ def test_a_trainer_is_captured_for_gpus_of_two_hosts(
     assert max(span.bytes for span in network) == pytest.approx(2 * 15 / 16 * 2 * 1024**2, rel=0.01)
 
 
+@pytest.mark.skipif(compiler() is None, reason="needs the extra gpu-forecast, of 174 MB")
+def test_what_a_launcher_and_a_pool_would_change_is_told(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.0005")
+    program = tmp_path / "train.py"
+    program.write_text((PROGRAMS / "gpus.py").read_text())
+    on = slice("16xh100")
+    made = forecast_captured(capture([sys.executable, str(program)], on, folder), on)
+    launched, pool = made.cautions[:2]
+    assert launched.startswith(
+        "SLURM_NTASKS says 16 processes, and the program ran as the first of 2"
+    )
+    assert "XLA takes 0% of a GPU's memory, 38.1 MiB, less than this needs" in pool
+
+
+def test_a_program_that_names_other_processes_is_told_of_them(tmp_path: Path, folder: Path) -> None:
+    program = tmp_path / "train.py"
+    start = "import jax\njax.distributed.initialize('localhost:1', num_processes=8, process_id=0)\n"
+    program.write_text(start + (PROGRAMS / "single.py").read_text())
+    captured = capture([sys.executable, str(program)], slice("v5e-16"), folder, quick=True)
+    (caution, *_) = captured.answer.cautions
+    assert "says 8 processes, and the program ran as the first of 4" in caution
+
+
 @pytest.mark.skipif(compiler() is not None, reason="the extra gpu-forecast is here")
 def test_without_a_compiler_for_gpus_the_program_is_told_what_to_install(tmp_path: Path) -> None:
     says = r"has no CUDA plugin of jax .*-m pip install 'jax\[cuda12-local\]=="

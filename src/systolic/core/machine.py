@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from types import ModuleType
+from typing import Any
 
 from systolic.core.reporter import reporter
 
@@ -87,6 +88,9 @@ def leave_cuda_out() -> None:
         plugin = ModuleType(name)
         vars(plugin)["initialize"] = lambda: None
         sys.modules.setdefault(name, plugin)
+    absent: Any = None  # an import of it fails
+    for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
+        sys.modules.setdefault(name, absent)
 
 
 def sound_flags(flags: str) -> str:

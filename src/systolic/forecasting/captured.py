@@ -28,7 +28,7 @@ from systolic.forecasting.memory import (
     with_held,
 )
 from systolic.forecasting.op_changes import Schedule
-from systolic.forecasting.platforms import KERNELS, SIMULATED, gpu_memory, of_triton
+from systolic.forecasting.platforms import KERNELS, SIMULATED, gpu_memory, of_pool, of_triton
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -567,6 +567,8 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             for part in parts
             if len(part.devices) == 1 < on.num_devices and not _all_single(parts)
         ]
+    if on.platform == "gpu":
+        cautions += of_pool(max(part.memory.peak_bytes for part in parts), capacity(on))
     waiting = plan.seconds - plan.busy
     if waiting > WAITS * plan.seconds:
         cautions.append(

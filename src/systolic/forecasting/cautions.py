@@ -1,5 +1,6 @@
 """Notes on what makes a step's time one-sided or rests on the user: shown before all others."""
 
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -91,7 +92,8 @@ def _note(part: GapKind, held: Sequence[Incomplete]) -> str:
         part
     ]
     how = " or ".join(sorted({gap.how for gap in held}))
-    return f'{word} of unknown time: {named}: {how}; give the time of a call with --cost {first}=1ms, in Python costs={{"{first}": 1e-3}}'
+    option = shlex.quote(f"{first}=1ms")
+    return f'{word} of unknown time: {named}: {how}; give the time of a call with --cost {option}, in Python costs={{"{first}": 1e-3}}'
 
 
 def _at(gap: Incomplete) -> str:

@@ -6,6 +6,7 @@ compiled for real, and its time is a roofline too.
 """
 
 import enum
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from systolic.compiling.gpu_compiler import advice, flags_for
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
-from systolic.core.units import Origin, duration
+from systolic.core.units import Origin, duration, gibibytes
 from systolic.forecasting.cautions import cautions_of, ended, errors
 from systolic.forecasting.cost import ForecastCompile, bill_of
 from systolic.forecasting.forecast import Forecast
@@ -203,7 +204,23 @@ def of_triton(flags: Sequence[str], verb: str) -> list[str]:
     """The line on Triton's matmuls in a step for a GPU that is not there; none where the flags say whether it has them."""
     if any("triton_gemm" in flag for flag in flags):
         return []
+    if verb == "captured":
+        return [WITHOUT_TRITON.replace("--flags=", "XLA_FLAGS=")]
     return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
+
+
+def of_pool(peak_bytes: int, have: int) -> list[str]:
+    """A line where a program that fits a GPU needs more than the pool that XLA takes of its memory."""
+    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    try:
+        share = float(text) if text else PREALLOCATED
+    except ValueError:
+        share = PREALLOCATED
+    if not share * have < peak_bytes <= have:
+        return []
+    return [
+        f"XLA takes {share:.0%} of a GPU's memory, {gibibytes(round(share * have))}, less than this needs: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+    ]
 
 
 def _notes(
@@ -224,8 +241,6 @@ def _notes(
         notes.append(MEASURED)
         if on.num_devices > 1:
             notes.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
-    elif have and PREALLOCATED * have < memory.peak_bytes <= have:
-        notes.append(
-            "XLA preallocates 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-        )
+    else:
+        notes += of_pool(memory.peak_bytes, have)
     return notes

@@ -27,7 +27,11 @@ def print_table(table: ForecastTable, *, notes: Sequence[str] = ()) -> None:
 def lines(table: ForecastTable, width: int, notes: Sequence[str] = ()) -> list[Text]:
     """The table in ``width`` columns, what differs in each row first; reasons of rows without a time below theirs."""
     cells = [_cells(row) for row in table.rows]
-    names = list(dict.fromkeys(name for cell in cells for name in cell))
+    names = [
+        name
+        for name in dict.fromkeys(name for cell in cells for name in cell)
+        if name != "MFU" or any(cell.get(name) for cell in cells)
+    ]
     wide = {name: max(len(name), *(len(cell.get(name, "")) for cell in cells)) for name in names}
     for name in _LESS:
         if name in names and sum(wide[n] + 2 for n in names) + len(_MARK) > width:

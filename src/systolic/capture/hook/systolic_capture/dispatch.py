@@ -475,9 +475,10 @@ def patch_stages(stages):
 
 def patch_jax(jax):
     """The last of jax has been imported."""
-    from systolic_capture import pmap, show_platforms
+    from systolic_capture import hosts, pmap, show_platforms
 
     show_platforms()
+    hosts.warn_of_launchers()
     arrays.register()
     pmap.patch(jax)
     patch_public_jit(jax)

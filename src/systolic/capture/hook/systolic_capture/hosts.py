@@ -1,15 +1,20 @@
 """Messages between the processes of several hosts: this is the first of them, and the others say what it says."""
 
+import os
 import threading
 
 from systolic_capture import arrays, bridge, dispatch
+
+LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+"""Variables in which launchers write the number of a program's processes."""
 
 
 def patch_distributed(module):
     """``jax.distributed.initialize``: nothing to connect, and a client that answers by itself."""
     state = module.global_state
 
-    def initialize(*args, **kwargs):
+    def initialize(coordinator_address=None, num_processes=None, *args, **kwargs):
+        _warn_of_others("jax.distributed.initialize(num_processes=…)", num_processes)
         bridge.cpu_device()  # its backend would join the others through the client
         state.process_id, state.num_processes = 0, bridge.num_processes()
         state.client = Client()
@@ -18,6 +23,24 @@ def patch_distributed(module):
         state.client = None
 
     module.initialize, module.shutdown = initialize, shutdown
+
+
+def _warn_of_others(where, number):
+    """A caution where a program or its launcher has another number of processes than it is shown, by which it may split its rows."""
+    own = bridge.num_processes()
+    if number and int(number) != own:
+        from systolic_capture import calls
+
+        calls.caution(
+            f"{where} says {number} processes, and the program ran as the first of {own}, one a host: rows that it splits by that number are {own / int(number):g} times those of the slice; start it with one process a host"
+        )
+
+
+def warn_of_launchers():
+    """A caution where a launcher's environment has another number of processes."""
+    for name in LAUNCHERS:
+        if os.environ.get(name, "").isdigit():
+            _warn_of_others(name, os.environ[name])
 
 
 class Client:
