@@ -69,7 +69,6 @@ def generated(options):
 
     trained_model, row = trained(options), {}
     for _ in range(2):
-        # Bytes of a text are tokens of the random tokenizer at most.
         pieces = trained_model.stream(
             "a" * options.prompt, tokens=options.answer, sampling=Sampling(temperature=0.0)
         )
