@@ -203,6 +203,8 @@ class EnginePlan:
         target = self.paged.steps.target
         held = held_bytes(self.paged.placed_weights)
         narrow = held_bytes(PagedSteps(self.paged.steps, self.sizes.page_size).placed_weights)
+        if held == narrow:
+            return None
         return f"weights are held as float32, {si(held, 'B')} in place of {si(narrow, 'B')}: a CPU multiplies few rows of {target.dtype} more slowly"
 
     @property
