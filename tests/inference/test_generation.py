@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
+from systolic.inference import model as opened
 from systolic.inference.generation import Generator
 from systolic.inference.model import read_prompts, set_up_here
 from systolic.inference.results import Finish, Stops
@@ -27,9 +28,10 @@ from systolic.job import Layout, Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild
 from systolic.runs import Run
-from systolic.runs.weights import begin_with
-from systolic.setup import set_up
+from systolic.runs.weights import Weights, begin_with
+from systolic.setup import Setup, set_up
 from systolic.steps.decode import Decode
+from systolic.steps.machine import LocalDevices
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.cli.tiny import job
@@ -413,3 +415,21 @@ def test_a_schema_is_read_before_the_model(
             file.write_text(content)
         assert main(arguments) != 0
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", 1), ("float32", 0)])
+def test_weights_of_16_bits_that_are_widened_for_a_text_are_one_line(
+    dtype: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "CACHED_BYTES", 0)
+    made = job(model=SMALL, batch=2, layout=Layout(data=1, fsdp=1))
+    made = replace(made, precision=Precision.bf16 if dtype == "bfloat16" else Precision.f32)
+    steps = StepFunctions(made, MeshTarget.of(made, "cpu", jax.devices()[:1]))
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    setup = Setup(job=made, machine=LocalDevices.here(), steps=steps)
+    weights = Weights(step=0, params=params, model_state=rest, skipped=[])
+    model = opened.TrainedModel(Path("tiny"), setup, weights)
+    assert model.generate("a", tokens=2) == model.generate("a", tokens=2)
+    assert sum("weights are held as float32" in line for line in model.warnings) == said
+    held = model._generator(Sampling()).params
+    assert {a.dtype.name for a in jax.tree.leaves(held) if a.ndim > 1} == {"float32"}
