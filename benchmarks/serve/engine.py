@@ -1,11 +1,12 @@
 """An engine under load without a server around it: tokens a second, first tokens, and what the host costs a step.
 
-    python benchmarks/serve/engine.py --model DIR --streams 1 4 16
+    python benchmarks/serve/engine.py --model DIR --streams 1 4 16 [--precision bf16]
     python benchmarks/serve/engine.py --streams 16 64 256 --prompt 512 --answer 256   # the shape of Llama 3.2 1B
 
 Each of the streams asks again as soon as it is answered, greedily and without end tokens, for three rounds; the
 first is not counted. ``host`` is the loop's time without waiting for the device, which runs meanwhile: scheduling,
-arguments, detokenising and handing out.
+arguments, detokenising and handing out. ``cpu`` is the process's CPU time a token, prompts included. Before the engine,
+with ``--model``: ``generate``, one text after another in the same process.
 """
 
 import argparse
@@ -53,13 +54,41 @@ class Watch:
         self.log.ended_request(facts)
 
 
+def trained(options):
+    """The model of a folder in the precision that is asked for."""
+    from systolic.formats.source import open_source
+    from systolic.inference.model import from_source
+    from systolic.job import Precision
+
+    return from_source(open_source(options.model), Precision(options.precision))
+
+
+def generated(options):
+    """Figures of ``generate``: the second text of so many tokens, its programs being compiled."""
+    from systolic.job import Sampling
+
+    trained_model, row = trained(options), {}
+    for _ in range(2):
+        pieces = trained_model.stream(
+            "a" * options.prompt, tokens=options.answer, sampling=Sampling(temperature=0.0)
+        )
+        next(iter(pieces))
+        begin, cpu = time.perf_counter(), time.process_time()
+        for _ in pieces:
+            pass
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        row = {
+            "generate tokens_per_second": (options.answer - 16) / seconds,
+            "cpu_seconds": cpu / (options.answer - 16),
+        }
+    return row
+
+
 def opened(options, watch):
     """A started engine, and the seconds until it was ready."""
     begin = time.perf_counter()
     if options.model:
-        from systolic.inference.model import open_model
-
-        found = open_model(options.model)
+        found = trained(options)
         steps, params, rest = (
             found.setup.steps,
             found.weights.params,
@@ -109,12 +138,15 @@ def load(engine, watch, streams, options):
 
     together(1)
     watch.log = log = Log()
+    cpu = time.process_time()
     seconds = together(ROUNDS - 1)
+    cpu = time.process_time() - cpu
     host = [facts.host_seconds for facts in log.steps]
     return {
         "streams": streams,
         "output_tokens_per_second": streams * (ROUNDS - 1) * options.answer / seconds,
         "first_token_seconds": median([facts.first_token_seconds for facts in log.ended]),
+        "cpu_seconds": cpu / (streams * (ROUNDS - 1) * options.answer),
         "step_seconds": median([facts.seconds for facts in log.steps]),
         "host_seconds": median(host),
         "host_share": sum(host) / sum(facts.seconds for facts in log.steps),
@@ -126,6 +158,7 @@ def load(engine, watch, streams, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--precision", default="auto")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--answer", type=int, default=64)
@@ -133,6 +166,8 @@ def main():
     parser.add_argument("--programs", type=int, nargs=3, default=[4, 2, 2])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.model:
+        print(generated(options), flush=True)
     watch = Watch()
     engine, ready = opened(options, watch)
     rows = []

@@ -20,16 +20,20 @@ from hypothesis import strategies as st
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
+from systolic.inference import model as opened
 from systolic.inference.generation import Generator
 from systolic.inference.model import read_prompts, set_up_here
 from systolic.inference.results import Finish, Stops
-from systolic.job import Precision, Sampling
+from systolic.job import Layout, Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild
 from systolic.runs import Run
-from systolic.runs.weights import begin_with
-from systolic.setup import set_up
+from systolic.runs.weights import Weights, begin_with
+from systolic.setup import Setup, set_up
 from systolic.steps.decode import Decode
+from systolic.steps.machine import LocalDevices
+from systolic.steps.step_functions import StepFunctions
+from systolic.steps.target import MeshTarget
 from tests.cli.tiny import job
 from tests.tiers import some
 from tests.training.sessions import events, records
@@ -113,6 +117,28 @@ def test_programs_are_compiled_once_for_prompts_of_a_size(precision: Precision):
     assert stopping.finish is Finish.stop
     whole = generator.stream("a", tokens=20)
     assert ("".join(whole), whole.finish) == (texts[0], Finish.length)
+
+
+@pytest.mark.parametrize("sampling", some([GREEDY, Sampling()], [Sampling()]))
+def test_a_text_over_pages_is_the_same_and_its_programs_are_compiled_once(sampling: Sampling):
+    # Prompts of two parts, and lookups that need the tokens before.
+    model = replace(SMALL, ngrams=3, ngram_rows=64, ngram_dim=8)
+    made = job(model=model, batch=2, layout=Layout(data=1, fsdp=1))
+    steps = StepFunctions(made, MeshTarget.of(made, "cpu", jax.devices()[:1]))
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    draw = np.random.default_rng(1)
+    params = {p: a + 0.3 * draw.standard_normal(a.shape, np.float32) for p, a in params.items()}
+    plain, paged = (Generator(steps, params, rest, sampling, paged=way) for way in (False, True))
+    other = Generator(steps, params, rest, Sampling(temperature=2.0), like=paged, paged=True)
+    assert other.params is paged.params
+    for prompt in ("a", "some text", "some text, and more of it; " * 12):
+        texts = [
+            "".join(generator.stream(prompt, tokens=20, seed=3)) for generator in (plain, paged)
+        ]
+        assert texts[0] == texts[1] != ""
+    # Of one size of prompts and of the next but one.
+    assert paged._programs.prefill._cache_size() == 2
+    assert paged._programs.step._cache_size() == 2
 
 
 @pytest.mark.parametrize(
@@ -389,3 +415,21 @@ def test_a_schema_is_read_before_the_model(
             file.write_text(content)
         assert main(arguments) != 0
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", 1), ("float32", 0)])
+def test_weights_of_16_bits_that_are_widened_for_a_text_are_one_line(
+    dtype: str, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "CACHED_BYTES", 0)
+    made = job(model=SMALL, batch=2, layout=Layout(data=1, fsdp=1))
+    made = replace(made, precision=Precision.bf16 if dtype == "bfloat16" else Precision.f32)
+    steps = StepFunctions(made, MeshTarget.of(made, "cpu", jax.devices()[:1]))
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    setup = Setup(job=made, machine=LocalDevices.here(), steps=steps)
+    weights = Weights(step=0, params=params, model_state=rest, skipped=[])
+    model = opened.TrainedModel(Path("tiny"), setup, weights)
+    assert model.generate("a", tokens=2) == model.generate("a", tokens=2)
+    assert sum("weights are held as float32" in line for line in model.warnings) == said
+    held = model._generator(Sampling()).params
+    assert {a.dtype.name for a in jax.tree.leaves(held) if a.ndim > 1} == {"float32"}

@@ -32,3 +32,6 @@ def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_pat
     head = config.hidden_size // config.num_attention_heads
     # Keys and values of two bytes each, where a CPU by default has four.
     assert memory["page_bytes"] == 64 * 2 * config.num_key_value_heads * head * 2
+    # Its products of few rows are of float32 on a CPU, which is said with both sizes.
+    said = [event["message"] for event in events if event["event"] == "warning"]
+    assert sum("weights are held as float32" in line for line in said) == 1

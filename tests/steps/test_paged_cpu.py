@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder
-from systolic.models.linear import plain_product
+from systolic.models.linear import Turned, codes_product, integer_product, plain_product
 from systolic.steps.paged import PagedSteps, StepInput, StepShape, paged_target
+from systolic.steps.programs import jit_paged
 from tests.steps import tiny
 
 pytestmark = pytest.mark.own_programs
@@ -106,3 +107,89 @@ def test_a_plain_product_is_the_einsum(spec: str, given, matrix, dtype: str) -> 
     np.testing.assert_allclose(
         np.asarray(found, np.float32), wanted, atol=tolerance, rtol=tolerance
     )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize(
+    ("spec", "given", "matrix", "inputs"),
+    [
+        ("bsd,df->bsf", (8,), (8, 6), 1),
+        ("bsd,dhe->bshe", (8,), (8, 2, 4), 1),
+        ("bshe,hed->bsd", (2, 4), (2, 4, 6), 2),
+    ],
+)
+def test_products_of_a_turned_matrix_are_those_of_the_matrix(
+    spec: str, given, matrix, inputs: int, rows: int
+) -> None:
+    draw = np.random.default_rng(0)
+    target = paged_target(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target)
+    x = jnp.asarray(draw.normal(size=(1, rows, *given)), jnp.float32)
+    weights = jnp.asarray(draw.normal(size=matrix), jnp.float32)
+    codes = jnp.asarray(draw.integers(-127, 128, matrix), jnp.int8)
+    whole = jnp.round(x * 20).astype(jnp.int8)
+    turned, turned_codes = (Turned.of(array, inputs) for array in (weights, codes))
+    assert (turned.shape, turned.ndim) == (matrix, len(matrix))
+
+    def exact(x: jax.Array, weights: jax.Array) -> np.ndarray:
+        return np.einsum(spec, *(np.asarray(part, np.float64) for part in (x, weights)))
+
+    found = plain_product(target, spec, x, turned)
+    np.testing.assert_allclose(found, exact(x, weights), atol=1e-5, rtol=1e-5)
+    # Weights of 16 bits that are held as float32: only the activations and the result are rounded.
+    narrow = x.astype(jnp.bfloat16)
+    found = plain_product(target, spec, narrow, turned)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact(narrow, weights), atol=1e-2, rtol=2**-8
+    )
+    np.testing.assert_array_equal(
+        integer_product(target, spec, whole, turned_codes), exact(whole, codes)
+    )
+    found = codes_product(target, spec, x, turned_codes)
+    np.testing.assert_allclose(found, exact(x, codes), atol=1, rtol=1e-3)
+
+
+def step_text(paged: PagedSteps, rows: int) -> str:
+    """A compiled step of one token a text."""
+    shape = StepShape(rows, 0, 0, 2)
+    whole = sum(int(np.prod(size)) for size in StepInput.sizes(shape, 0))
+    arguments = (
+        paged.placed_weights,
+        paged.placed_pages(PAGES),
+        *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (rows + 1, whole)),
+    )
+    return jit_paged(paged, shape).lower(*arguments).compile().as_text()
+
+
+def matrices_of(paged: PagedSteps) -> list[tuple[int, int]]:
+    """Outputs and inputs of the matrices of a layer."""
+    arrays = [leaf for leaf in jax.tree.leaves(paged.abstract_weights.layers) if leaf.ndim > 1]
+    d, heads = MODEL.d_model, MODEL.heads * MODEL.head_dim
+    outputs = [d if leaf.shape[0] == d else leaf.size // d for leaf in arrays]
+    assert heads == d
+    return [(size, leaf.size // size) for size, leaf in zip(outputs, arrays, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [TEXTS])
+def test_a_step_has_its_matrices_as_left_operands_and_turns_none(rows: int) -> None:
+    paged = paged_steps("float32")
+    program = step_text(paged, rows)
+    products = re.findall(r"= f32\[(\d+),(\d+)\]\S* dot\(", program)
+    for outputs, _ in matrices_of(paged):
+        assert (str(outputs), str(rows)) in products
+        assert (str(rows), str(outputs)) not in products
+    turned = {f"f32[{b},{a}]" for a, b in matrices_of(paged) if a != b}
+    moved = re.findall(r"= (f32\[[\d,]+\])\S* (?:copy|transpose)\(", program)
+    assert not turned & set(moved)
+
+
+def test_weights_of_16_bits_are_held_as_float32_and_pages_are_not() -> None:
+    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=MODEL), dtype="bfloat16")
+    paged = PagedSteps(steps, SIZE, wide=True)
+    logits, program = texts_read(paged, TEXTS)
+    matrices = [a for a in jax.tree.leaves(paged.abstract_weights) if a.ndim > 1]
+    assert {a.dtype.name for a in matrices} == {"float32"}
+    pages = jax.eval_shape(lambda: paged.empty_pages(1))
+    assert {a.dtype.name for a in jax.tree.leaves(pages)} == {"uint16"}
+    assert "bf16[512,192]" not in program
+    np.testing.assert_allclose(logits, exact(), atol=0.05 * np.abs(exact()).max())

@@ -137,6 +137,6 @@ def test_a_text_is_written_by_the_weights_that_eval_reads() -> None:
         module = module_of(held, rest)
         return module.logits(module.prefill(tokens, counts, length, jnp.float32)[0])
 
-    found = written(programs.weights(params))
+    found = written(programs.weights(params, rest))
     wanted = outputs_of(of, SimpleNamespace(params=params, model_state=rest), {"tokens": tokens})
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -81,6 +81,14 @@ def memory_bytes() -> int:
     return min(limits)
 
 
+def free_bytes() -> int:
+    """Memory that this process may still take, within its container's limit."""
+    import psutil
+
+    own = psutil.Process().memory_info().rss
+    return min(psutil.virtual_memory().available, max(memory_bytes() - own, 0))
+
+
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Digest of the instruction sets that the processor has; empty where the system does not list them."""
     try:

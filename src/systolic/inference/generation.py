@@ -54,6 +54,8 @@ class Generator:
         params: Weights.
         model_state: Other variables.
         sampling: Sampling of the next token.
+        like: Another generator of the same weights, whose converted ones are taken.
+        paged: Whether the text lies in pages, see :func:`systolic.steps.programs.generation`.
 
     Raises:
         OptionError: the job is not about text.
@@ -61,14 +63,21 @@ class Generator:
     """
 
     def __init__(
-        self, steps: StepFunctions, params: Any, model_state: Any, sampling: Sampling
+        self,
+        steps: StepFunctions,
+        params: Any,
+        model_state: Any,
+        sampling: Sampling,
+        *,
+        like: "Generator | None" = None,
+        paged: bool = False,
     ) -> None:
         self.job, self.model_state = steps.job, model_state
         self.data = text_of(steps.job)
         self.tokenizer = self.data.get_tokenizer()
-        self._programs = generation(steps, sampling)
-        # Cast, and reordered for the decode step on a TPU, once instead of in every call.
-        self.params = self._programs.weights(params)
+        self._programs = generation(steps, sampling, paged=paged)
+        # Cast, and reordered for the decode step, once instead of in every call.
+        self.params = like.params if like else self._programs.weights(params, model_state)
 
     @property
     def most(self) -> int | None:

@@ -93,7 +93,7 @@ class GeneratedText(TimedCall):
             raise OptionError(
                 f"--prompt-tokens {sizes.prompt_tokens} and --output-tokens {sizes.output_tokens} are more than the {most} positions of {steps.job.name}; give fewer"
             )
-        self._params = self._programs.weights(weights.params)
+        self._params = self._programs.weights(weights.params, weights.model_state)
         self._rest = weights.model_state
         shape = (sizes.rows, sizes.prompt_tokens)
         self._tokens = jnp.asarray(

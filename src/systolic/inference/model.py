@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,8 @@ Messages = Sequence[Mapping[str, Any]]
 """``role`` and ``content`` of each message of a chat."""
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
+CACHED_BYTES = 64 << 20
+"""Weights up to which a CPU's caches hold them: copies of them cost a text less than the compile of a program without."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -504,9 +507,35 @@ class TrainedModel:
         if sampling not in self._generators:
             weights = self.weights
             self._generators[sampling] = Generator(
-                self.setup.steps, weights.params, weights.model_state, sampling
+                self.setup.steps,
+                weights.params,
+                weights.model_state,
+                sampling,
+                like=next(iter(self._generators.values()), None),
+                paged=self._paged,
             )
         return self._generators[sampling]
+
+    @cached_property
+    def _paged(self) -> bool:
+        """Whether texts are generated as a server does: by a decoder on one CPU with more weights than caches hold, and memory for them in both forms."""
+        from systolic.chips.host import free_bytes
+        from systolic.models.decoder.config import Decoder
+        from systolic.runs.weights import sizes_of
+        from systolic.steps.paged import alone_on_cpu
+
+        sizes = sizes_of({**self.weights.params, **self.weights.model_state})
+        held = sum(sizes.bytes_by_dtype.values())
+        alone = isinstance(self.job.model, Decoder) and alone_on_cpu(self.setup.steps.target)
+        wide = 4 * sizes.elements
+        if not alone or held <= CACHED_BYTES or 2 * wide >= free_bytes():
+            return False
+        dtype = self.setup.steps.target.dtype
+        if dtype != "float32" and not self.job.quantization:
+            self.warn(
+                f"weights are held as float32, {si(wide, 'B')} in place of {si(wide // 2, 'B')}: a CPU multiplies few rows of {dtype} more slowly"
+            )
+        return True
 
     # Prediction
 

@@ -1,6 +1,7 @@
 """Products of activations with weights, in the precision that the target asks for."""
 
 import math
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,48 @@ BASE = 254
 """Base of the digits, which are -127 to 127."""
 DIGITS = 127 * BASE + 126
 """Largest number of two digits: its first is not rounded to 128."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turned:
+    """A matrix with its outputs as rows, as XLA's CPU kernels read it as the left operand without a copy."""
+
+    rows: jax.Array
+    """[outputs ..., inputs ...]."""
+    inputs: int = field(metadata={"static": True})
+    """Dims that products sum over."""
+
+    @classmethod
+    def of(cls, matrix: jax.Array, inputs: int) -> "Turned":
+        """The matrix [inputs ..., outputs ...]."""
+        dims = range(matrix.ndim)
+        return cls(rows=matrix.transpose(*dims[inputs:], *dims[:inputs]), inputs=inputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix as it was."""
+        first = self.rows.ndim - self.inputs
+        return (*self.rows.shape[first:], *self.rows.shape[:first])
+
+    @property
+    def ndim(self) -> int:
+        """Dims of the matrix."""
+        return self.rows.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of its elements."""
+        return self.rows.dtype
+
+    def astype(self, dtype: Any) -> "Turned":
+        """The matrix in a dtype."""
+        return Turned(rows=self.rows.astype(dtype), inputs=self.inputs)
+
+    def __getitem__(self, key: Any) -> "Turned":
+        """The matrix, as a parameter is read: takes ``...`` alone."""
+        assert key is Ellipsis
+        return self
 
 
 class LowRank(NamedTuple):
@@ -47,7 +90,7 @@ def product(
     target: Target,
     spec: str,
     x: jax.Array,
-    weights: jax.Array | LowRank | Quantized | Watched,
+    weights: jax.Array | LowRank | Quantized | Turned | Watched,
     rounding: Rounding = PER_CHANNEL,
     *,
     heads: bool = False,
@@ -80,7 +123,7 @@ def product(
             return w8a8_product(spec, x, weights, plain, partial(integer_product, target))
         on_tpu = target.platform == "tpu"
         return quantized_product(spec, x, weights, plain, of_codes=codes, by_group=on_tpu)
-    if target.matmul_format is None:
+    if target.matmul_format is None or isinstance(weights, Turned):
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
@@ -92,34 +135,37 @@ def served_on_cpu(target: Target, rows: int) -> bool:
     return target.serves and alone and rows <= FEW
 
 
-def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+def plain_product(
+    target: Target, spec: str, x: jax.Array, weights: jax.Array | Turned
+) -> jax.Array:
     """``einsum(spec, x, weights)`` in the dtype of ``x``, operands as they are.
 
     Few rows of a server on one CPU are multiplied as two matrices, with sums in float32: XLA's CPU kernels of 16-bit operands make
     float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
     float32 in each call; a product over several dims would transpose them.
     """
+    dtype = x.dtype
+    if isinstance(weights, Turned) or target.serves:
+        # A server on a CPU holds weights of 16 bits as float32.
+        x = x.astype(jnp.promote_types(dtype, weights.dtype))
     matrices = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
     if matrices is None:
-        return jnp.einsum(spec, x, weights)
-    flat = matrices.flat
-    if x.dtype.itemsize == 2:
-        flat = _two_rows(flat)
-    outputs = jnp.einsum(matrices.form, flat, matrices.matrix, preferred_element_type=jnp.float32)
-    return outputs[: len(matrices.flat)].astype(x.dtype).reshape(matrices.shape)
+        return jnp.einsum(spec, x, weights).astype(dtype)
+    two = matrices.flat.dtype.itemsize == 2
+    return matrices.product(matrices.flat, jnp.float32, two).astype(dtype)
 
 
-def integer_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+def integer_product(
+    target: Target, spec: str, x: jax.Array, codes: jax.Array | Turned
+) -> jax.Array:
     """``einsum(spec, x, codes)`` of int8 arrays as int32; on one CPU of two rows at least, since of one XLA widens all codes to int32 in each call."""
     matrices = _as_matrices(target, spec, x, codes)
     if matrices is None:
         return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
-    flat = _two_rows(matrices.flat)
-    outputs = jnp.einsum(matrices.form, flat, matrices.matrix, preferred_element_type=jnp.int32)
-    return outputs[: len(matrices.flat)].reshape(matrices.shape)
+    return matrices.product(matrices.flat, jnp.int32, True)
 
 
-def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array | Turned) -> jax.Array:
     """``einsum(spec, x, codes)`` of floats and int8 or float8 codes, in the dtype of ``x``.
 
     Few rows of a server on one CPU are split into two digits of 8 bits, whose products with int8 codes are of int8 with sums in
@@ -136,39 +182,63 @@ def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> 
     whole = jnp.round(wide / scales)
     high = jnp.round(whole * (1 / BASE))
     digits = jnp.concatenate([high, whole - high * BASE]).astype(jnp.int8)
-    sums = jnp.einsum(matrices.form, digits, matrices.matrix, preferred_element_type=jnp.int32)
-    outputs = (sums[:rows].astype(jnp.float32) * BASE + sums[rows:].astype(jnp.float32)) * scales
+    sums = matrices.sums(digits, jnp.int32).astype(jnp.float32)
+    outputs = (sums[:rows] * BASE + sums[rows:]) * scales
     return outputs.astype(x.dtype).reshape(matrices.shape)
 
 
 class _Matrices(NamedTuple):
     """An einsum as a product of two matrices."""
 
-    form: str
     flat: jax.Array
     """Activations [rows, inputs]."""
     matrix: jax.Array
-    """[inputs, outputs], or the other way round, as ``form`` says."""
+    """[inputs, outputs], or the other way round."""
+    turned: bool
+    """Whether it is the other way round."""
     shape: tuple[int, ...]
     """Shape of the result."""
 
+    def sums(self, flat: jax.Array, dtype: Any) -> jax.Array:
+        """[rows, outputs] of activations ``flat`` [rows, inputs].
 
-def _as_matrices(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> _Matrices | None:
+        XLA's CPU kernels copy the right operand in each call, so that weights whose rows are outputs are the left one. The
+        barrier is where the compiler would exchange them again, to save the transpose of the result.
+        """
+        if not self.turned:
+            return jnp.einsum("rk,kn->rn", flat, self.matrix, preferred_element_type=dtype)
+        sums = jnp.einsum("nk,rk->nr", self.matrix, flat, preferred_element_type=dtype)
+        return jax.lax.optimization_barrier(sums).T
+
+    def product(self, flat: jax.Array, dtype: Any, two: bool) -> jax.Array:
+        """The result, of activations of ``two`` rows at least."""
+        sums = self.sums(_two_rows(flat) if two else flat, dtype)
+        return sums[: len(flat)].reshape(self.shape)
+
+
+def _as_matrices(
+    target: Target, spec: str, x: jax.Array, weights: jax.Array | Turned
+) -> _Matrices | None:
     """The product as one of two matrices; ``None`` where it is none, or no server on one CPU makes it of few rows."""
     operands, out = spec.split("->")
     operand, matrix = operands.split(",")
-    inputs = sum(letter in operand for letter in matrix)
-    first, last = (operand.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
-    summed = not any(letter in out for letter in matrix if letter in operand)
-    rows = x.size // math.prod(x.shape[-inputs:])
-    if not served_on_cpu(target, rows) or not summed or not (first or last):
-        return None
-    flat, kept = x.reshape(rows, -1), x.shape[:-inputs]
-    if first:
-        flat_weights, outputs = weights.reshape(flat.shape[1], -1), weights.shape[inputs:]
-        return _Matrices("rk,kn->rn", flat, flat_weights, (*kept, *outputs))
-    flat_weights, outputs = weights.reshape(-1, flat.shape[1]), weights.shape[:-inputs]
-    return _Matrices("rk,nk->rn", flat, flat_weights, (*kept, *outputs))
+    if isinstance(weights, Turned):
+        inputs = weights.inputs
+        assert operand.endswith(matrix[:inputs])
+        array, first = weights.rows, False
+        outputs = array.shape[: array.ndim - inputs]
+    else:
+        inputs, array = sum(letter in operand for letter in matrix), weights
+        first = operand.endswith(matrix[:inputs])
+        summed = not any(letter in out for letter in matrix if letter in operand)
+        rows = x.size // math.prod(x.shape[-inputs:])
+        last = operand.endswith(matrix[-inputs:])
+        if not served_on_cpu(target, rows) or not summed or not (first or last):
+            return None
+        outputs = array.shape[inputs:] if first else array.shape[:-inputs]
+    flat = x.reshape(-1, math.prod(x.shape[-inputs:]))
+    sizes = (flat.shape[1], -1) if first else (-1, flat.shape[1])
+    return _Matrices(flat, array.reshape(sizes), not first, (*x.shape[:-inputs], *outputs))
 
 
 def _two_rows(flat: jax.Array) -> jax.Array:

@@ -381,6 +381,8 @@ def _engine(
         log.write("context", model=target.name, context=plan.context, origin=plan.origin)
         if plan.beyond is not None:
             log.warn(f"{target.name}: {plan.beyond}")
+        if plan.widened is not None:
+            log.warn(f"{target.name}: {plan.widened}")
     book, opening = settings.book, TextLoadMetrics(target.name, meter, log, number)
     watcher = (
         meter if book is None else RecordedEngine(inner=meter, recorder=book.text(target.name))

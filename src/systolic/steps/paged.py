@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
-from systolic.job import Job, Layout, ServedCache
+from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.models.adapters import EXPERTS, STACKED, num_inputs
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -42,10 +43,11 @@ from systolic.models.decoder.paged import (
     page_arrays,
     read,
 )
-from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
+from systolic.models.linear import Turned
+from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES, Quantized
 from systolic.models.quantized.placement import plain_path
-from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
-from systolic.steps.logits import ChosenTokens, score
+from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS, DecodeState
+from systolic.steps.logits import ChosenTokens, pick, score
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -68,8 +70,18 @@ GATHERED_BYTES = 32 << 20
 as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
 KV_MATRICES = ("key", "value")
 KV_BIASES = ("key_bias", "value_bias")
+TURNED = ("query", "key", "value", "out", "gate", "up", "down")
+"""Names of the matrices of a layer that are turned for a CPU: those that a product reads in one way alone."""
+CODED_INPUTS = 768
+"""Inputs from which int8 codes are turned: with 576 the product of one text takes 0.8 of the time as they are, with 960 1.3 times."""
+EMBEDDED, UNEMBEDDING = "embedding", "unembedding"
+"""Paths of the matrices of the vocabulary."""
 BLOCKS = ("blocks/", "dense_blocks/")
 """Beginnings of the paths of what lies stacked by layers."""
+GENERATED_PAGE = 64
+"""Positions of a page of :class:`PagedDecode`."""
+PART = 256
+"""Tokens of a prompt that :class:`PagedDecode` reads at once, as an engine does."""
 SCORED = 32
 """Positions of a prompt whose logits are held at once."""
 
@@ -77,6 +89,42 @@ SCORED = 32
 def paged_target(target: MeshTarget) -> MeshTarget:
     """The target under the rules of serving."""
     return replace(target, rules=PAGED, serves=True)
+
+
+def alone_on_cpu(target: MeshTarget) -> bool:
+    """Whether the programs are for one device, a CPU, whose matrices :class:`systolic.models.linear.Turned` describes."""
+    return target.platform == "cpu" and target.layout.num_devices == 1
+
+
+def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
+    """The weights of a layer with its dense matrices, plain or in int8 with a scale an output, as :class:`Turned`; latents' and experts' as they are.
+
+    Args:
+        state: Of one layer.
+        wide: Whether plain ones are float32.
+    """
+    flat = dict(nnx.to_flat_state(state))
+
+    def turns(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
+        codes = path[-1] == CODES
+        if path[-2 if codes else -1] not in TURNED or "latent" in path or EXPERTS in axes:
+            return False
+        scales = flat.get((*path[:-1], SCALES)) if codes else None
+        if scales is None:
+            return True
+        value = flat[path].get_value()
+        inputs = math.prod(value.shape[: num_inputs(axes)])
+        scaled = Quantized(codes=value, scales=scales.get_value()).scaled_after
+        return value.dtype == jnp.int8 and scaled and inputs >= CODED_INPUTS
+
+    for path, variable in list(flat.items()):
+        axes = variable.get_metadata().get("out_sharding") or ()
+        axes = tuple(axis for axis in axes if axis not in STACKED)
+        if turns(path, axes):
+            value = variable.get_value()
+            value = value.astype(jnp.float32) if wide and path[-1] != CODES else value
+            flat[path] = variable.replace(Turned.of(value, num_inputs(axes)))
+    return nnx.from_flat_state(list(flat.items()))
 
 
 def whole(target: MeshTarget) -> NamedSharding:
@@ -261,6 +309,7 @@ class PagedSteps:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
         cache: Format of keys and values.
+        wide: Whether one CPU holds the matrices of few bits as float32: its product of one row of bfloat16 takes 15 times as long.
 
     Attributes:
         steps: Under the sharding rules of serving, with key-value heads that the mesh divides: see
@@ -272,9 +321,14 @@ class PagedSteps:
     """
 
     def __init__(
-        self, steps: StepFunctions, page_size: int, cache: ServedCache = ServedCache.plain
+        self,
+        steps: StepFunctions,
+        page_size: int,
+        cache: ServedCache = ServedCache.plain,
+        *,
+        wide: bool = False,
     ) -> None:
-        self.cache = cache
+        self.cache, self.wide = cache, wide
         self._model, target = steps.job.model, paged_target(steps.target)
         job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
@@ -301,7 +355,15 @@ class PagedSteps:
             {path: every[path] for path in params}, {path: every[path] for path in model_state}
         )
         self._layers, states = layers_of(module)
-        return ServingWeights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
+        ends: dict[str, Any] = {p: a for p, a in every.items() if not p.startswith(BLOCKS)}
+        if alone_on_cpu(network.target):
+            states = [turned(state, wide=self.wide) for state in states]
+            for path in (EMBEDDED, UNEMBEDDING) if self.wide else ():
+                if path in ends:
+                    ends[path] = ends[path].astype(jnp.float32)
+            if UNEMBEDDING in ends:
+                ends[UNEMBEDDING] = Turned.of(ends[UNEMBEDDING], 1)
+        return ServingWeights(ends, states)
 
     def _module(self, params: Arrays, model_state: Arrays) -> DecoderModule:
         module = self.steps.network.module(params, model_state, train=False)
@@ -338,13 +400,14 @@ class PagedSteps:
         untied = any(path.startswith("unembedding") for path in placed.ends)
         for path, array in placed.ends.items():
             looked_up = untied and path.startswith("embedding")
-            shares.append((array, 0.0 if looked_up else 1.0))
+            shares += [(leaf, 0.0 if looked_up else 1.0) for leaf in jax.tree.leaves(array)]
         chosen = 1 - (1 - config.experts_per_token / max(config.experts, 1)) ** tokens
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
                 expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
                 routed = expert and len(variable.get_value().shape) == 3
-                shares.append((variable.get_value(), chosen if routed else 1.0))
+                leaves = jax.tree.leaves(variable.get_value())
+                shares += [(leaf, chosen if routed else 1.0) for leaf in leaves]
         return shares
 
     def empty_pages(self, count: int) -> list[Any]:
@@ -365,7 +428,8 @@ class PagedSteps:
         module = self._module(params, rest)
         every = {**params, **rest}
         ends = {path: sharding for path, sharding in every.items() if not path.startswith(BLOCKS)}
-        return ServingWeights(ends, layers_of(module)[1])
+        leaves = jax.tree.leaves(ServingWeights(ends, layers_of(module)[1]))
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_weights), leaves)
 
     @property
     def placed_weights(self) -> ServingWeights:
@@ -476,6 +540,118 @@ class PagedSteps:
         layers = list(zip(self._layers, weights.layers, strict=True))
         ends = self._ends(weights)
         return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+
+
+class TextPages(NamedTuple):
+    """Cache of one text in pages."""
+
+    pages: list[Any]
+    """Pages of each layer; the first is padding's, the others are the text's in order."""
+    length: jax.Array
+    """int32[1]: tokens in them."""
+    recent: jax.Array
+    """int32[history]: the last tokens, -1 for none."""
+
+
+class PagedDecode:
+    """The programs of :class:`systolic.steps.decode.Decode` for one text over pages, each layer's weights an array of its own.
+
+    On a CPU a loop over stacked layers would copy the weights of each in every step.
+
+    Args:
+        steps: Of a decoder's job, for one device.
+        sampling: Sampling of the next token.
+    """
+
+    def __init__(self, steps: StepFunctions, sampling: Sampling) -> None:
+        self._paged, self._sampling = PagedSteps(steps, GENERATED_PAGE, wide=True), sampling
+        self.max_positions: int | None = steps.job.model.learned_positions or None  # ty: ignore[missing-attribute]
+
+    def weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
+        """See :meth:`PagedSteps.weights`."""
+        return self._paged.weights(params, model_state)
+
+    def prefill(
+        self,
+        weights: ServingWeights,
+        model_state: Arrays,
+        tokens: jax.Array,
+        count: jax.Array,
+        key: jax.Array,
+        capacity: int,
+        mask: jax.Array | None = None,
+    ) -> DecodeState:
+        """See :meth:`systolic.steps.decode.Decode.prefill`; a long prompt is read in parts of :data:`PART` tokens."""
+        del model_state
+        size, history = tokens.shape[1], self._paged.history
+        part = math.gcd(size, PART) if size > PART else size
+        table = 1 + jnp.arange(-(-capacity // GENERATED_PAGE))
+        # Padding before the first token is no token.
+        padded = jnp.concatenate([jnp.full((history,), -1, jnp.int32), tokens[0]])
+        recent = padded[jnp.arange(size)[:, None] + jnp.arange(history)]
+
+        def read_part(carry: Any, start: jax.Array) -> tuple[Any, None]:
+            pages, last = carry
+            own = jnp.clip(count - start, 0, part)
+            ids, before = (
+                jax.lax.dynamic_slice_in_dim(a, start, part) for a in (tokens[0], recent)
+            )
+            where = start[None], own
+            logits, pages = self._read(weights, pages, (ids, before), where, table, (1, part))
+            return (pages, jnp.where(own[:, None] > 0, logits, last)), None
+
+        pages = self._paged.empty_pages(1 + table.size)
+        begin = pages, jnp.zeros((1, self._paged.vocab), jnp.float32)
+        (pages, logits), _ = jax.lax.scan(read_part, begin, jnp.arange(0, size, part))
+        key, use = jax.random.split(key)
+        latest = jax.lax.dynamic_slice_in_dim(padded, count[0], history)
+        cache = TextPages(pages, count, latest)
+        return DecodeState(token=pick(logits, use, self._sampling, mask), key=key, cache=cache)
+
+    def decode(
+        self,
+        weights: ServingWeights,
+        model_state: Arrays,
+        state: DecodeState,
+        count: int,
+        mask: jax.Array | None = None,
+    ) -> tuple[DecodeState, jax.Array]:
+        """See :meth:`systolic.steps.decode.Decode.decode`."""
+        del model_state
+
+        def step(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
+            pages, length, recent = state.cache
+            table = 1 + jnp.arange(pages[0].value.shape[1] - 1)
+            some, one = (state.token, recent[None]), jnp.ones_like(length)
+            logits, pages = self._read(weights, pages, some, (length, one), table, (0, 0))
+            key, use = jax.random.split(state.key)
+            recent = jnp.concatenate([recent, state.token])[1:]
+            token = pick(logits, use, self._sampling, mask)
+            cache = TextPages(pages, length + 1, recent)
+            return DecodeState(token=token, key=key, cache=cache), state.token
+
+        state, tokens = jax.lax.scan(step, state, None, length=count)
+        return state, tokens.T
+
+    def _read(
+        self,
+        weights: ServingWeights,
+        pages: list[Any],
+        tokens: tuple[jax.Array, jax.Array],
+        where: tuple[jax.Array, jax.Array],
+        table: jax.Array,
+        chunk: tuple[int, int],
+    ) -> tuple[jax.Array, list[Any]]:
+        """:meth:`PagedSteps.read` of tokens, those before each, and their first position and number."""
+        none = jnp.full((0 if chunk[0] else 1,), -1, jnp.int32)
+        ids, recent = tokens
+        return self._paged.read(
+            weights,
+            pages,
+            jnp.zeros((1,), jnp.int32),
+            StepInput(ids, none, recent, *where, table[None]),
+            chunk,
+        )
 
 
 def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from systolic.data.batches import Blocks, DeviceBatches, FirstExamples, ProcessS
 from systolic.job import Job, Layout, Read, Sampling, Split
 from systolic.job.data import MASK, Batches
 from systolic.steps.decode import Decode
-from systolic.steps.paged import PagedSteps, StepInput, StepShape
+from systolic.steps.paged import PagedDecode, PagedSteps, StepInput, StepShape
 from systolic.steps.step_functions import StepFunctions
 
 POLL_SECONDS = 0.1
@@ -88,32 +88,56 @@ def jit_paged(paged: PagedSteps, shape: StepShape, *, drafts: bool = False) -> A
 class Generation:
     """Jitted programs of text generation, compiled once for each size of prompt and cache."""
 
-    decode: Decode
+    decode: Decode | PagedDecode
     weights: Any
-    """See :func:`jit_weights`."""
+    """Params and rest of training -> params of ``prefill`` and ``step``."""
     prefill: Any
     """See :func:`jit_prefill`."""
     step: Any
     """See :func:`jit_decode`."""
 
 
-def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Generation:
+def generation(
+    steps: StepFunctions, sampling: Sampling, rows: int = 1, *, paged: bool = False
+) -> Generation:
     """Generation programs of a job, kept for each sampling and number of rows so that they are traced once.
+
+    Args:
+        steps: Of the job.
+        sampling: Sampling of the next token.
+        rows: Texts that are written together.
+        paged: Whether one text is written over pages, as :class:`systolic.steps.paged.PagedDecode` does.
 
     Raises:
         RunError: the model does not generate text.
     """
-    programs = steps.generations.get((sampling, rows))
+    programs = steps.generations.get((sampling, rows, paged))
     if programs is None:
-        decode = Decode(steps, sampling)
-        programs = Generation(
-            decode=decode,
-            weights=jit_weights(decode),
-            prefill=jit_prefill(decode, rows),
-            step=jit_decode(decode, rows),
-        )
-        steps.generations[sampling, rows] = programs
+        if paged:
+            programs = _paged_generation(steps, sampling)
+        else:
+            decode = Decode(steps, sampling)
+            weights = jit_weights(decode)
+            programs = Generation(
+                decode=decode,
+                weights=lambda params, _: weights(params),
+                prefill=jit_prefill(decode, rows),
+                step=jit_decode(decode, rows),
+            )
+        steps.generations[sampling, rows, paged] = programs
     return programs
+
+
+def _paged_generation(steps: StepFunctions, sampling: Sampling) -> Generation:
+    decode, options = PagedDecode(steps, sampling), steps.target.compiler_options
+    return Generation(
+        decode=decode,
+        weights=jax.jit(decode.weights),
+        prefill=jax.jit(decode.prefill, static_argnames="capacity", compiler_options=options),
+        step=jax.jit(
+            decode.decode, static_argnames="count", donate_argnums=2, compiler_options=options
+        ),
+    )
 
 
 def _places(decode: Decode, size: int) -> Any:

@@ -1,19 +1,20 @@
 """The table of memory is that of the arrays on the device, and too little is refused before any is allocated."""
 
 from dataclasses import replace
+from threading import Event
 
 import jax
 import psutil
 import pytest
 
-from systolic.chips import slice
+from systolic.chips import host, slice
 from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.text import converting, runner
 from systolic.serving.text.converting import held_bytes
-from systolic.serving.text.opening import open_engine, plan_engine
+from systolic.serving.text.opening import engine_of, open_engine, plan_engine
 from tests.serving.text.engine import SIZES, shared
 
 KINDS = [(True, False), (False, True), (True, True)]
@@ -117,10 +118,10 @@ def test_what_lies_on_a_device_is_not_there_for_others(monkeypatch):
     several = [Device(bytes_limit=1000, bytes_in_use=used) for used in (100, 300)]
     assert converting.capacity_bytes(several) == 700
     # A CPU device counts nothing; its container's limit may be less than the machine's memory.
-    monkeypatch.setattr(converting, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
+    monkeypatch.setattr(host, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
     least = psutil.virtual_memory().total // len(jax.local_devices())
     assert 0 < converting.capacity_bytes([Device()]) < least
-    monkeypatch.setattr(converting, "memory_bytes", lambda: 0)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 0)
     assert converting.capacity_bytes([Device()]) == 0
 
 
@@ -139,3 +140,28 @@ def test_pages_are_as_many_as_fit_or_it_is_refused(small, engine, monkeypatch, r
     assert limited.memory.pages == told.memory.pages == room
     assert told.memory.weights_bytes == found.weights_bytes
     assert SIZES.pages == 0
+
+
+def test_weights_are_read_while_programs_are_made_once_the_largest_are(small) -> None:
+    plan = plan_engine(small.steps, SIZES)
+    first, began, waited = plan.programs().largest, Event(), []
+
+    class Opening(Told):
+        def compiled(self, facts) -> None:
+            done.append(facts.bucket)
+            # The last program waits for the weights, which no program waits for if they come after all.
+            if facts.done == facts.programs:
+                waited.append(began.wait(60))
+
+        def placed(self, seconds) -> None:
+            pass
+
+    done: list[str] = []
+
+    def read() -> dict[str, jax.Array]:
+        assert {program.spec.name for program in first} <= {*done}
+        began.set()
+        return {**small.params, **small.rest}
+
+    engine_of(plan, read, None, Opening())
+    assert waited == [True]

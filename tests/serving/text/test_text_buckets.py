@@ -3,6 +3,8 @@
 import pytest
 
 from systolic.serving.text.buckets import Buckets, TextTraffic
+from systolic.serving.text.opening import EngineSizes, plan_engine
+from tests.serving.text.engine import shared
 
 
 def test_expected_padding_counts_all_that_holds_no_token():
@@ -26,3 +28,13 @@ def test_expected_padding_counts_all_that_holds_no_token():
     assert made.padding["decode rows"] == pytest.approx(1 - 16 / held)
     # All texts take programs of 8 pages; those of 11 tokens need 2, those of 31 need 4.
     assert made.padding["pages"] == pytest.approx(1 - (2 + 4) / 16)
+
+
+def test_a_server_on_a_cpu_has_few_programs_and_one_of_a_text_by_itself() -> None:
+    plan = plan_engine(shared().steps, EngineSizes(rows=16, context=4096))
+    assert plan.buckets.rows[0] == 1
+    assert plan.buckets.rows[-1] == 16
+    # 3 x 2 of decode, 2 x 2 of prompts, 2 choices for each of 3 sizes, and the scores.
+    assert plan.programs().count == 17
+    other = plan_engine(shared().steps, EngineSizes(rows=16, context=4096, programs=(5, 3, 3)))
+    assert other.programs().count > 30

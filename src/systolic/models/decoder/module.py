@@ -17,7 +17,7 @@ from systolic.models.decoder.layer_groups import Step, Stretch, at, run_layers, 
 from systolic.models.decoder.layers import NGrams, norm
 from systolic.models.decoder.moe import Mixture, balance, moved
 from systolic.models.layers import STREAM, gathered, rematerialise, weight
-from systolic.models.linear import plain_product, product, served_on_cpu
+from systolic.models.linear import Turned, plain_product, product, served_on_cpu
 from systolic.models.quantized.codes import Quantized
 
 TIED_GAIN = 0.5
@@ -166,7 +166,9 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         # First split as it is stored: its gradient is summed into shards, not into whole copies. Then whole rows on every
         # device: a lookup in split rows would make the partitioner replicate its result.
         table = self.target.constrain(table, "vocab", "embed")
-        return self.target.constrain(table, "vocab", None)[tokens]
+        rows = self.target.constrain(table, "vocab", None)[tokens]
+        # A server on a CPU may hold a table of 16 bits as float32, see PagedSteps.
+        return rows.astype(self.target.dtype) if self.target.serves else rows
 
     def _position(self, positions: jax.Array, order: BalancedOrder | None) -> jax.Array:
         """Learned embeddings [batch, n, d_model] of int32[batch, n], in ``order``."""
@@ -202,7 +204,9 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
             if isinstance(matrix, Quantized):
                 logits = product(self.target, spec, hidden, matrix)
-            elif served_on_cpu(self.target, hidden.size // hidden.shape[-1]):
+            elif isinstance(matrix, Turned) or served_on_cpu(
+                self.target, hidden.size // hidden.shape[-1]
+            ):
                 logits = plain_product(self.target, spec, hidden, matrix)
             else:
                 logits = hidden @ (matrix.T if tied else matrix)

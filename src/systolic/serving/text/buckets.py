@@ -127,7 +127,10 @@ class Buckets:
         for length, often in traffic.lengths(context).items():
             need = -(-length // page_size)
             behind[need] = behind.get(need, 0.0) + often
-        row_sizes, _ = fewest_padded(padded, counts[0])
+        # One text is the most usual, and its step a product with a vector.
+        alone = [1] if least_rows == 1 < min(rows, counts[0]) else []
+        several = {size: often for size, often in padded.items() if size not in alone}
+        row_sizes = [*alone, *fewest_padded(several, counts[0] - len(alone))[0]]
         lengths, _ = fewest_padded(in_units(parts, page_size), counts[1])
         pages, page_share = fewest_padded(behind, counts[2])
         row_share, part_share = padding_share(running, row_sizes), padding_share(parts, lengths)

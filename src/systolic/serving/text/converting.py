@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
-import psutil
 
-from systolic.chips.host import memory_bytes
+from systolic.chips.host import free_bytes
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.core.units import si
 from systolic.inference.model import PreparedModel
@@ -204,9 +203,7 @@ def capacity_bytes(devices: Iterable[Any]) -> int:
             free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     if free:
         return int(min(free))
-    own = psutil.Process().memory_info().rss
-    host = min(psutil.virtual_memory().available, max(memory_bytes() - own, 0))
-    return host // len(jax.local_devices())
+    return free_bytes() // len(jax.local_devices())
 
 
 def held_bytes(arrays: Any) -> int:

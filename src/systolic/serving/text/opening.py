@@ -3,29 +3,40 @@
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
+from systolic.chips.host import free_bytes
 from systolic.compiling.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
+from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
-from systolic.serving.text.converting import serving_weights
+from systolic.serving.text.converting import held_bytes, serving_weights
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.runner import Programs, StepRunner, memory_of, pages_that_fit
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
-from systolic.steps.paged import PagedSteps
+from systolic.steps.paged import PagedSteps, alone_on_cpu
 from systolic.steps.serving_layout import LEAST_ROWS
 from systolic.steps.step_functions import StepFunctions
 
 CONTEXT = 4096
 """Tokens of a text where none are asked for and the model takes more."""
+
+
+PROGRAMS = (5, 3, 3)
+"""Most sizes of programs, as :attr:`EngineSizes.programs`."""
+CPU_PROGRAMS = (3, 2, 2)
+"""The same on a CPU, where a step takes as long as reading the weights, whatever its padding, and a program seconds to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +65,8 @@ class EngineSizes:
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
     speculate: int = 0
     """Tokens that are proposed for a text at once, from what it says already; 0 proposes none."""
-    programs: tuple[int, int, int] = (5, 3, 3)
-    """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
+    programs: tuple[int, int, int] | None = None
+    """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text; None: :data:`PROGRAMS`, or on a CPU :data:`CPU_PROGRAMS`."""
 
     def __post_init__(self) -> None:
         if self.chunk % self.page_size:
@@ -118,7 +129,7 @@ def engine_of(
     watcher: EngineWatcher | None = None,
     opening: OpeningWatcher | None = None,
 ) -> Engine:
-    """An engine whose programs are compiled before its weights are read.
+    """An engine whose weights are read while its programs are compiled, once the largest are.
 
     Args:
         plan: Its sizes.
@@ -131,8 +142,12 @@ def engine_of(
         RunError: the device has too little memory.
     """
     programs = plan.fitted(opening)
-    programs.compile()
-    arrays, begin = read(), time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        programs.compile()
+        arrays = reading.result()
+    del reading
+    begin = time.perf_counter()
     weights = serving_weights(plan.paged, arrays, plan.store)
     if opening is not None:
         opening.placed(time.perf_counter() - begin)
@@ -179,6 +194,18 @@ class EnginePlan:
         if self.context <= trained:
             return None
         return f"context is {self.context} and the model was trained on texts of {trained} tokens, beyond which answers get worse; give {trained} or less"
+
+    @property
+    def widened(self) -> str | None:
+        """A line where the weights are held in more bits than the job computes with."""
+        if not self.paged.wide:
+            return None
+        target = self.paged.steps.target
+        held = held_bytes(self.paged.placed_weights)
+        narrow = held_bytes(PagedSteps(self.paged.steps, self.sizes.page_size).placed_weights)
+        if held == narrow:
+            return None
+        return f"weights are held as float32, {si(held, 'B')} in place of {si(narrow, 'B')}: a CPU multiplies few rows of {target.dtype} more slowly"
 
     @property
     def origin(self) -> str:
@@ -276,7 +303,7 @@ def plan_engine(
         data=data,
         sizes=sizes,
         context=context,
-        paged=PagedSteps(steps, sizes.page_size, sizes.cache),
+        paged=PagedSteps(steps, sizes.page_size, sizes.cache, wide=_widens(steps)),
         buckets=_buckets(steps, sizes, context),
         store=store,
     )
@@ -285,6 +312,13 @@ def plan_engine(
             f"pages is {plan.wanted}; a text of the whole context needs {plan.longest} and padding 1"
         )
     return plan
+
+
+def _widens(steps: StepFunctions) -> bool:
+    """Whether weights of 16 bits are held as float32: on one CPU with memory for twice as much."""
+    target, network = steps.target, steps.network
+    narrow = alone_on_cpu(target) and jnp.dtype(target.dtype).itemsize == 2
+    return narrow and 2 * 4 * network.num_parameters < free_bytes()
 
 
 def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:
@@ -296,7 +330,7 @@ def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:
         context=context,
         page_size=sizes.page_size,
         mixed=not alone if sizes.mixed is None else sizes.mixed,
-        counts=sizes.programs,
+        counts=sizes.programs or (CPU_PROGRAMS if alone else PROGRAMS),
         least_rows=1 if alone else LEAST_ROWS,
     )
     return replace(buckets, drafts=sizes.speculate)

@@ -157,10 +157,11 @@ class Programs:
             for _ in pool.map(self._make, self.all):
                 pass
 
-    def compile_largest(self) -> None:
+    def compile_largest(self, workers: int = 2) -> None:
         """Makes the :attr:`largest` programs ready."""
-        for program in self.largest:
-            self._make(program)
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(self._make, self.largest):
+                pass
 
     def make_when_run(self) -> None:
         """Makes steps and choices by temperature ready when they are first asked for, in place of :meth:`compile`."""
