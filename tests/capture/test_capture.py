@@ -350,7 +350,8 @@ def test_what_a_launcher_and_a_pool_would_change_is_told(
     assert launched.startswith(
         "SLURM_NTASKS says 16 processes, and the program ran as the first of 2"
     )
-    assert "XLA takes 0% of a GPU's memory, 38.1 MiB, less than this needs" in pool
+    assert "XLA takes 0% of a GPU's memory, 40.5 MiB, less than this needs" in pool
+    assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.0" in pool
 
 
 def test_a_program_that_names_other_processes_is_told_of_them(tmp_path: Path, folder: Path) -> None:

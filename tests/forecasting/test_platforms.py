@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from systolic.chips import Slice, slice
-from systolic.compiling import Compiler, FunctionProgram, Outcome, compile
+from systolic.compiling import Compiler, FunctionProgram, Outcome, compile, gpu_compiler
 from systolic.compiling.gpu_compiler import compiler
 from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
@@ -21,7 +21,7 @@ from systolic.forecasting.cautions import errors
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
 from systolic.forecasting.function import function_program
-from systolic.forecasting.platforms import STAND_IN
+from systolic.forecasting.platforms import STAND_IN, of_pool, of_triton
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.terminal import plain
@@ -285,3 +285,27 @@ def test_a_gpu_compilers_own_products() -> None:
     made = roofline(parse(GEMM), peaks, 1, ModuleSource.compiled)
     assert made.seconds == pytest.approx(2 * 512 * 256 * 1024 / 1e12)
     assert made.origin is Origin.simulated
+
+
+def test_a_pool_that_is_too_small_is_told_with_a_share_that_suffices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on, need = slice("h100"), 70 * 10**9
+    for name in gpu_compiler.FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
+    # The driver tells 84.9e9 bytes: 75 % of them are 63.7e9, and 70e9 and the context 84 %.
+    (line,) = of_pool(need, on)
+    assert "XLA takes 75% of a GPU's memory, 59.33 GiB" in line
+    assert line.endswith("set XLA_CLIENT_MEM_FRACTION=0.84")
+    assert of_pool(60 * 10**9, on) == []
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert of_pool(need, on) == []
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert of_pool(need, on) == []
+
+
+def test_a_flag_of_another_name_leaves_the_line_on_triton() -> None:
+    (line,) = of_triton(["--xla_gpu_enable_triton_gemm_int4=true"], "train")
+    assert "Triton's matmuls are off" in line
+    assert of_triton(["--xla_gpu_enable_triton_gemm=true"], "train") == []

@@ -10,8 +10,9 @@ import pytest
 
 import systolic
 from systolic.core.errors import MissingExtraError, OptionError
-from systolic.inference.evaluation import _served
+from systolic.inference.evaluation import _is_ready, _keep, _served, _tokenizer
 from tests.cli.tiny import job
+from tests.serving.http.running import echo_model, running
 
 TEXTS = ["def f(x):\n    return x\n", "import os\n"]
 TASK = """
@@ -72,3 +73,20 @@ def test_the_extra_is_named_where_it_is_not_installed(
 def test_the_harness_takes_no_other_data(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has data of its own; leave out"):
         systolic.evaluate(tmp_path, harness="hellaswag", batches=2)
+
+
+def test_results_of_a_bundle_lie_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    _keep(tmp_path / "bundle", {"results": {}})
+    assert list((tmp_path / "bundle").iterdir()) == []  # which lists its files, and has no others
+    (kept,) = (tmp_path / "bundle.harness").iterdir()
+    assert json.loads(kept.read_text()) == {"results": {}}
+    (tmp_path / "file.harness").write_text("")  # no folder can be made of it: a warning
+    _keep(tmp_path / "file", {"results": {}})
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with running([echo_model()]) as server:
+        assert _is_ready(server.url)
+        assert _tokenizer(server.url, Path("echo"))["model_max_length"] > 0

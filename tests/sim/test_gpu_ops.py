@@ -13,6 +13,7 @@ from systolic.sim.gpu_ops import (
     attention_of,
     convolution_sizes,
     cublas_sizes,
+    has_bias_gradient,
     workspace_bytes,
 )
 from systolic.sim.simulate import simulate
@@ -275,3 +276,21 @@ ENTRY %main (p0: bf16[64,56,56,256], p1: bf16[3,3,1,256]) -> (bf16[64,56,56,256]
     )
     (span, _), *_ = timeline.leaves()
     assert span.seconds >= 2 * 64 * 56 * 56 * 256 * 2 / 3350e9
+
+
+def test_the_single_numbers_behind_a_backward_call_in_fp8_are_no_bias() -> None:
+    text = hlo.text("step-8xh100")
+    head, _, tail = text.partition('custom_call_target="__cudnn$fmhaSoftmaxBackward"')
+    begin = head.rindex("\n")
+    line = head[begin:]
+    amax = ", f32[1,1,1,1]{3,2,1,0}" * 4
+    result, more = line.split(" u8[", 1)
+    changed = parse(f'{head[:begin]}{result.rstrip(",")}{amax}, u8[{more}custom_call_target="__cudnn$fmhaSoftmaxBackwardF8"{tail}')  # fmt: skip
+    (call,) = [
+        call
+        for computation in changed.computations.values()
+        for call in computation
+        if call.target.endswith("BackwardF8")
+    ]
+    assert len(list(call.shape.arrays())) == 8
+    assert not has_bias_gradient(call)

@@ -360,6 +360,8 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     compute_capability: str
     core_count: int
     cudnn_version: int
+    pool_bytes: int
+    """Bytes that XLA's allocator takes of its memory."""
     devices_per_host: int
     hosts_per_domain: int
     """Hosts that one NVLink network joins."""
@@ -403,6 +405,7 @@ def _gpu(on: Slice) -> GpuFacts:
         compute_capability=chip.compute_capability,
         core_count=chip.num_sms,
         cudnn_version=gpu_compiler.CUDNN_VERSION,
+        pool_bytes=round(gpu_compiler.pool_bytes(chip)),
         devices_per_host=per_host,
         hosts_per_domain=max((chip.max_pod_chips or per_host) // per_host, 1),
         options=compile_options(gpu_compiler.FLAGS, "gpu"),

@@ -174,6 +174,7 @@ def _compile(request: CompileRequest, folder: Path, dumped: Path) -> int:
         report.places,  # which the text of a program lacks, and its schedule depends on
         *(on.name, report.flags, report.options, report.versions, built.value),
         host_backend.seen(on, os.environ),
+        *(gpu_compiler.flags_for(program.facts.verb) if on.platform == "gpu" else ()),
         stamp.build,
         [on.topology_name, on.chip_config_name, on.chips_per_host_bounds, on.num_slices],
         settings.key(),

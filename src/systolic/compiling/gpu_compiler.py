@@ -5,6 +5,7 @@ Kernels are not timed, so that the choice among them is the compiler's default.
 """
 
 import importlib.metadata
+import os
 from typing import Any
 
 from systolic.chips import Chip, Slice
@@ -16,8 +17,13 @@ FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 """Flags of compiles for a described GPU, but for :data:`FEW_ROWS`. Triton's matmuls take their tiles from timing them on a GPU;
 without one they get tiles of 16 x 8, which none would run. cuBLAS's take theirs from its own heuristics, at run time."""
 FEW_ROWS = ("decode", "step")
-"""Steps whose matmuls have few rows, in which Triton reads weights that are multiplied by the same rows one after another.
-Without it XLA joins them to one array first, in each step: 2.6 ms of a decoder of 1B parameters on H100 that measured 1.7."""
+"""Steps whose matmuls have few rows, but for a prompt's part in a server's, in which Triton reads weights that are multiplied by
+the same rows one after another. Without it XLA joins them to one array first, in each step: 2.7 ms for 16 texts of a decoder of
+1B parameters on H100, timed at 1.7."""
+PREALLOCATED = 0.75
+"""Share of a GPU's memory that XLA takes unless the environment says more (JAX's documentation)."""
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables for that share; jaxlib has deprecated the second, and refuses both."""
 CUDNN_VERSION = 91000
 """Version that tracing for an absent GPU assumes: cuDNN 9.10, the first with all of JAX's kernels."""
 _OF_BLOCK = 1024
@@ -52,6 +58,18 @@ def flags_for(verb: str) -> tuple[str, ...]:
     return () if verb in FEW_ROWS else FLAGS
 
 
+def pool_bytes(chip: Chip) -> float:
+    """Bytes of a GPU's memory that XLA's allocator takes at most; all of it where the environment names one without a pool."""
+    memory = chip.driver_hbm_bytes or chip.hbm_bytes or 0
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        return memory
+    text = next(filter(None, map(os.environ.get, FRACTIONS)), "")
+    try:
+        return float(text or PREALLOCATED) * memory
+    except ValueError:  # which XLA refuses
+        return PREALLOCATED * memory
+
+
 def advice(on: Slice) -> str:
     """Line that says how a GPU's forecast comes from its own compiler; empty where it can't."""
     if not is_described(on.chip):
@@ -78,7 +96,7 @@ def topology(on: Slice) -> dict[str, str]:
 def target_config(chip: Chip) -> str:
     """Text of the GpuTargetConfigProto of a GPU, from the catalogue.
 
-    Limits without a name here are those of every GPU since compute capability 8.0.
+    Limits without a name here are those of compute capability 8.0, 9.0 and 10.x, as every described GPU of the catalogue has.
     """
     assert chip.compute_capability is not None
     major, minor = chip.compute_capability.split(".")

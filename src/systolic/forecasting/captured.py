@@ -568,7 +568,7 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             if len(part.devices) == 1 < on.num_devices and not _all_single(parts)
         ]
     if on.platform == "gpu":
-        cautions += of_pool(max(part.memory.peak_bytes for part in parts), capacity(on))
+        cautions += of_pool(max(part.memory.peak_bytes for part in parts), on)
     waiting = plan.seconds - plan.busy
     if waiting > WAITS * plan.seconds:
         cautions.append(

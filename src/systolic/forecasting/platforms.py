@@ -6,13 +6,15 @@ compiled for real, and its time is a roofline too.
 """
 
 import enum
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from systolic.chips import Slice
+from systolic.chips.flags import name_of
 from systolic.compiling import Compiled
-from systolic.compiling.gpu_compiler import advice, flags_for
+from systolic.compiling.gpu_compiler import FRACTIONS, advice, flags_for, pool_bytes
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -31,8 +33,8 @@ from systolic.sim.timeline import Timeline
 
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
-PREALLOCATED = 0.75
-"""Share of a GPU's memory that XLA takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says more (JAX's documentation)."""
+CONTEXT_BYTES = 1 << 29
+"""Memory that CUDA takes of a GPU beside XLA's pool, about; assumed."""
 
 STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
 REMEDY = "split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
@@ -202,24 +204,23 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
 
 def of_triton(flags: Sequence[str], verb: str) -> list[str]:
     """The line on Triton's matmuls in a step for a GPU that is not there; none where the flags say whether it has them."""
-    if any("triton_gemm" in flag for flag in flags):
+    if "--xla_gpu_enable_triton_gemm" in map(name_of, flags):
         return []
     if verb == "captured":
         return [WITHOUT_TRITON.replace("--flags=", "XLA_FLAGS=")]
     return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
 
 
-def of_pool(peak_bytes: int, have: int) -> list[str]:
+def of_pool(peak_bytes: int, on: Slice) -> list[str]:
     """A line where a program that fits a GPU needs more than the pool that XLA takes of its memory."""
-    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    try:
-        share = float(text) if text else PREALLOCATED
-    except ValueError:
-        share = PREALLOCATED
-    if not share * have < peak_bytes <= have:
+    pool, memory = pool_bytes(on.chip), on.chip.driver_hbm_bytes or on.chip.hbm_bytes or 0
+    if not pool < peak_bytes <= capacity(on):
         return []
+    share = math.ceil(100 * (peak_bytes + CONTEXT_BYTES) / memory) / 100
+    name = next(filter(os.environ.get, FRACTIONS), FRACTIONS[0])
+    step = f"set {name}={share:.2f}" if share < 1 else "take a smaller batch"
     return [
-        f"XLA takes {share:.0%} of a GPU's memory, {gibibytes(round(share * have))}, less than this needs: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        f"XLA takes {pool / memory:.0%} of a GPU's memory, {gibibytes(round(pool))}, less than this needs: {step}"
     ]
 
 
@@ -242,5 +243,5 @@ def _notes(
         if on.num_devices > 1:
             notes.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
     else:
-        notes += of_pool(memory.peak_bytes, have)
+        notes += of_pool(memory.peak_bytes, on)
     return notes

@@ -204,7 +204,7 @@ def evaluate(  # noqa: PLR0913  the options of systolic eval
         split: Split to evaluate; by default every held-out split.
         path: Other data, such as new.jsonl, read like the run's own; all of it is evaluated.
         batches: Use only the first N batches; 0 uses all.
-        harness: Tasks of lm-evaluation-harness (extra harness) in place of data, with commas: hellaswag,arc_easy. Results are kept in the model's folder harness.
+        harness: Tasks of lm-evaluation-harness (extra harness) in place of data, with commas: hellaswag,arc_easy. Results are kept in RUN/harness, or in MODEL.harness beside a model that is no run.
         harness_tasks: Folder of tasks of your own, YAML files.
         harness_limit: Use only the first N documents of each task; 0 uses all.
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from http import HTTPStatus
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
-from systolic.core.errors import DataError, OptionError, RunError, extra, nearest
+from systolic.core.errors import DataError, OptionError, RunError, SystolicError, extra, nearest
 from systolic.core.files import write_atomically
 from systolic.core.ranges import COUNT, check
+from systolic.core.reporter import reporter
 from systolic.data.text.instructions import Instructions, asked
 from systolic.job import Job, Sampling, Split
 
@@ -36,7 +38,13 @@ FOLDER = "harness"
 """Folder of a model's results, a file each."""
 AT_ONCE = 16
 """Requests at once: the rows that a server decodes together by default."""
-POLL_SECONDS = 0.2
+JOB = "job.json"
+"""File of a run."""
+MARKS = ("bos_token_id", "eos_token_id")
+"""Ids with one of which a text begins."""
+HOST = "127.0.0.1"
+POLL_SECONDS, TIMEOUT_SECONDS = 0.2, 30.0
+_OPENER = build_opener(ProxyHandler({}))  # a proxy does not know this machine's own server
 _REASON = re.compile(r"^systolic: (.*?)(?: \[[\w-]+\])?$", re.MULTILINE)
 
 
@@ -345,7 +353,7 @@ def _number(metric: AnswerMetric, value: Any) -> float:
 def run_harness(
     model: Path, tasks: Sequence[str], folder: Path | None, limit: int, options: Sequence[str] = ()
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task, kept with the model in ``harness/TIME.json`` where it is a folder.
+    """Metrics by task, kept in ``RUN/harness/TIME.json``, or beside a model that is no run in ``NAME.harness``.
 
     Args:
         model: A run, or a model's folder or file.
@@ -356,7 +364,7 @@ def run_harness(
 
     Raises:
         MissingExtraError: the extra ``harness`` is not installed.
-        OptionError: there is no such task.
+        OptionError: there is no such task, or the model continues no text.
         RunError: the model can't be served, or the harness failed.
     """
     with extra("--harness", "harness"):
@@ -369,9 +377,9 @@ def run_harness(
             raise OptionError(
                 f"the harness has no task {task}; lm-eval ls tasks lists them, and --harness-tasks is a folder of your own"
             )
-    with _served(model, options) as url, urlopen(f"{url}/tokenizer_info") as response:
-        about = json.load(response)
-        start = about.get("bos_token_id", about.get("eos_token_id"))
+    with _served(model, options) as url:
+        about = _tokenizer(url, model)
+        start = next((about[name] for name in MARKS if about[name] is not None), None)
         arguments = {
             "base_url": f"{url}/v1/completions",
             "model": "model",
@@ -392,13 +400,41 @@ def run_harness(
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise RunError(f"the harness failed: {type(error).__name__}: {reason}") from error
-    if model.is_dir():
-        kept = model / FOLDER / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
-        kept.parent.mkdir(exist_ok=True)
-        content = {key: found[key] for key in ("results", "versions", "n-samples", "configs")}
-        version = {"lm_eval": lm_eval.__version__, "limit": limit}
-        write_atomically(kept, json.dumps(version | content, indent=1, default=str).encode())
+    content = {key: found[key] for key in ("results", "versions", "n-samples", "configs")}
+    version = {"lm_eval": lm_eval.__version__, "limit": limit, "served with": list(options)}
+    _keep(model, version | content)
     return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def _keep(model: Path, content: Mapping[str, Any]) -> None:
+    """Writes results; a warning where that fails, since hours of work are in them."""
+    folder = model / FOLDER
+    if not (model / JOB).exists():  # a Bundle has the files that it lists, and no others
+        folder = model.with_name(f"{model.name}.{FOLDER}")
+    file = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    try:
+        folder.mkdir(exist_ok=True)
+        write_atomically(file, json.dumps(content, indent=1, default=str).encode())
+    except (OSError, SystolicError) as error:
+        reporter().warn(f"the results are not kept in {file}: {error}")
+
+
+def _tokenizer(url: str, model: Path) -> dict[str, Any]:
+    """Facts that the server tells of a model's tokenizer.
+
+    Raises:
+        OptionError: it continues no text.
+    """
+    try:
+        with _OPENER.open(f"{url}/tokenizer_info", timeout=TIMEOUT_SECONDS) as response:
+            about = json.load(response)
+    except HTTPError:
+        about = {}
+    if "model_max_length" not in about:
+        raise OptionError(
+            f"{model} continues no text, and the harness asks for texts; give a language model"
+        )
+    return about
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -430,6 +466,7 @@ def _served(model: Path, options: Sequence[str]) -> Generator[str]:
         assert server.stdout is not None
         try:
             url = server.stdout.readline().partition(" ")[0]
+            os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST]))
             while server.poll() is None and not _is_ready(url):
                 time.sleep(POLL_SECONDS)
             if server.poll() is not None:
@@ -444,7 +481,7 @@ def _served(model: Path, options: Sequence[str]) -> Generator[str]:
 def _is_ready(url: str) -> bool:
     """Whether a server answers with every model."""
     try:
-        with urlopen(f"{url}/health") as answer:
+        with _OPENER.open(f"{url}/health", timeout=TIMEOUT_SECONDS) as answer:
             return answer.status == HTTPStatus.OK
-    except (HTTPError, URLError, ValueError):
+    except (OSError, ValueError):
         return False

@@ -100,8 +100,13 @@ def add_workspaces(module: Module) -> None:
 
 
 def has_bias_gradient(call: Instruction) -> bool:
-    """Whether a backward call of attention returns the gradient of a bias, after those of queries, keys and values."""
-    return sum(shape.dtype not in _WORKSPACE for shape in call.shape.arrays()) > 3
+    """Whether a backward call of attention returns the gradient of a bias, after those of queries, keys and values; in fp8 single numbers follow them."""
+    arrays = [
+        shape
+        for shape in call.shape.arrays()
+        if shape.dtype not in _WORKSPACE and shape.elements > 1
+    ]
+    return len(arrays) > 3
 
 
 def gpu_device(on: Slice, ids: Sequence[int]) -> DevicePrices:

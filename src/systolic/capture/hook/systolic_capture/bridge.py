@@ -138,12 +138,13 @@ def is_of_each_process(devices):
 def _answer_memory(kind):
     """``device.memory_stats()`` of the slice's devices: nothing is in use."""
     real: Any = kind.memory_stats
+    gpu = report.request().gpu
 
     def memory_stats(self):
         if not is_slice_device(self):
             return real(self)
         return dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "bytes_limit"), 0) | {
-            "bytes_limit": report.request().device_bytes
+            "bytes_limit": gpu["pool_bytes"] if gpu else report.request().device_bytes
         }
 
     with contextlib.suppress(AttributeError, TypeError):

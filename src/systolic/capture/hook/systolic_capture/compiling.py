@@ -337,10 +337,11 @@ def _compiled(lowered, options, folder):
 def _own_options():
     """Compile options of a GPU that is not there, as the parent has them, where the user's flags leave them open."""
     gpu = report.request().gpu
+    own = {flag.partition("=")[0] for flag in bridge.flags().split()}
     return {
         name: value
         for name, value in (gpu["options"] if gpu else {}).items()
-        if f"--{name}" not in bridge.flags()
+        if f"--{name}" not in own
     }
 
 
