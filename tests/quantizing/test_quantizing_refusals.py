@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -181,6 +182,7 @@ def test_messages_name_the_options_of_the_verb(
 def test_an_encoder_is_not_asked_for_data_that_it_does_not_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    torch.manual_seed(0)  # of some drawn weights the least cosine is below 0.9
     encoder_folder(tmp_path / "encoder")
     int8 = ["quantize", tmp_path / "encoder", "--to", "int8", "--out", tmp_path / "out"]
     said = refused(capsys, *int8, "--auto")
