@@ -19,6 +19,7 @@ from systolic import recipes
 from systolic.chips import Prices, Slice, slice
 from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
 from systolic.compiling.compile import Pool, _Asked, _of_known_code, _request_name, version
+from systolic.compiling.dump import is_whole
 from systolic.compiling.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
 from systolic.core.errors import RunError
 from systolic.core.files import Store
@@ -26,6 +27,7 @@ from systolic.data.arrays import Arrays
 from systolic.forecasting.function import Spread, function_program
 from systolic.forecasting.run import of_outcome
 from tests.compiling import functions
+from tests.recorded import hlo
 
 ON = "v5e-4"
 
@@ -188,7 +190,9 @@ def test_a_schedule_that_could_not_be_written_is_a_failure(tmp_path: Path) -> No
     """XLA continues when its dump can't be written; the schedule is then partial or absent."""
     pytest.importorskip("libtpu")
 
-    def limit(_: str) -> None:
+    def limit(stage: str) -> None:
+        if stage == "importing":  # it would leave compiled modules of Python cut off, too
+            return
         for child in psutil.Process().children():
             if "compiling.child" in child.name() or "systolic.compiling.child" in child.cmdline():
                 child.rlimit(psutil.RLIMIT_FSIZE, (2048, 2048))
@@ -246,3 +250,13 @@ def test_nothing_is_saved_into_a_store_that_others_write(tmp_path: Path) -> None
     program = functions.program(functions.matmul, ON)
     with pytest.raises(RunError, match="is writable by all"):
         compile(program, slice("cpu"), Compiler(root=tmp_path, save=True))
+
+
+def test_a_text_that_is_cut_off_is_not_taken_for_whole() -> None:
+    """At any byte before the last brace: some of them end in a brace, too."""
+    text = hlo.text("step-8xh100")
+    assert is_whole(text)
+    end = text.rindex("}")
+    braces = [at for at, letter in enumerate(text[:end]) if letter == "}"]
+    assert len(braces) > 100
+    assert not any(is_whole(text[: at + 1]) for at in braces)

@@ -92,8 +92,7 @@ def schedule(
         if path is not None:
             now = path.stat().st_size
             settled = now == size or (ended and not failed)
-            # Complete when it has stopped growing and ends like a module.
-            if settled and now and (text := path.read_text()).rstrip().endswith("}"):
+            if settled and now and is_whole(text := path.read_text()):
                 if not _is_above(folder, limit_bytes):
                     step_back()
                     return text
@@ -109,6 +108,14 @@ def schedule(
             what = "no schedule" if path is None else "only a part of the schedule"
             raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
         time.sleep(POLL_SECONDS)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a module's text was written to its end: the computation of the entry is its last, and ends in a line of its own.
+
+    A text that is cut off may end in a brace, too: after attributes, or after another computation.
+    """
+    return "\nENTRY " in text and text.rstrip().rpartition("\n")[2].startswith("}")
 
 
 def _is_above(folder: Path, limit_bytes: float) -> bool:

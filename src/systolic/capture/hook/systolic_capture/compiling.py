@@ -321,8 +321,9 @@ def _compiled(lowered, options, folder):
             now = os.path.getsize(path)
             with open(path) as file:
                 # libtpu 0.0.10 names the module behind the last brace.
-                if now == size and (text := file.read()).rstrip().rpartition("\n")[2][:1] == "}":
-                    return text, ""
+                text = file.read()
+            if now == size and "\nENTRY " in text and text.rstrip().rpartition("\n")[2][:1] == "}":
+                return text, ""
             size = now
     if compiled:
         return _text(compiled[0], folder), ""
