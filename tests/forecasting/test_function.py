@@ -524,3 +524,10 @@ def test_a_function_of_which_nothing_is_split_says_so(cache: Path) -> None:
     assert four.step_seconds == one.step_seconds > split.step_seconds
     told = "none of the arguments is split, so each of the 4 devices does the same work"
     assert [told in " ".join(made.notes) for made in (one, four, split)] == [False, True, False]
+    mapped = systolic.forecast(
+        jax.pmap(jnp.dot),
+        *[jax.ShapeDtypeStruct((4, 512, 512), jnp.bfloat16)] * 2,
+        on=ON,
+        quick=True,
+    )
+    assert told not in " ".join(mapped.notes)

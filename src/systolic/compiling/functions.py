@@ -48,7 +48,7 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
         OptionError: the function has a mesh of another number of devices than the slice, or is jitted for one device.
     """
     try:
-        traced, mesh, meshes = _attempt(program, on, devices)
+        (traced, splits), mesh, meshes = _attempt(program, on, devices)
     except SystolicError:
         raise
     except Exception as first:
@@ -79,7 +79,7 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
             notes=[
                 *program.notes,
                 *_order_notes(program, devices),
-                *_whole_notes(program, meshes, devices),
+                *([] if splits or meshes else _whole_notes(devices)),
             ],
         ),
     )
@@ -87,8 +87,8 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
 
 def _attempt(
     program: FunctionCall, on: Slice, devices: Sequence[Any]
-) -> tuple[Any, Mesh, Sequence[Mesh]]:
-    """The trace, the program's mesh, and the meshes that the function made. Its error where it made one is that under it."""
+) -> tuple[tuple[Any, bool], Mesh, Sequence[Mesh]]:
+    """The trace as :func:`_traced` has it, the program's mesh, and the meshes that the function made. Its error where it made one is that under it."""
     mesh = _mesh(program, devices)
     with standing(mesh, program.devices) as there:
         try:
@@ -177,15 +177,17 @@ def meshes_used(jaxpr: Any) -> list[Any]:
     return list(meshes)
 
 
-def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
+def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> tuple[Any, bool]:
+    """The trace, and whether the program or its user says how arguments are split."""
     import cloudpickle
 
     call: CalledFunction = cloudpickle.loads(program.content)
     function: Any = call.function
     if is_pmapped(function):
-        return trace_pmapped(function, call.args, call.kwargs)
+        return trace_pmapped(function, call.args, call.kwargs), True
     _check_single(function, on)
     own = _has_in_shardings(function)
+    splits = own or program.own_mesh or any(spec is not None for spec in program.specs)
     leaves, tree = jax.tree.flatten((call.args, dict(call.kwargs)))
     placed = [
         _placed(leaf, spec, None if own else mesh, mesh)
@@ -194,11 +196,11 @@ def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
     args, kwargs = jax.tree.unflatten(tree, placed)
     with _context(program, call, mesh):
         if is_filtered(function):
-            return _filtered(function, args, kwargs)
+            return _filtered(function, args, kwargs), splits
         if not isinstance(function, jax.stages.Wrapped):
             args, kwargs = _with_constants((args, kwargs), numbers=program.numbers_constant)
             function = _jitted(program, function, mesh)
-        return function.trace(*args, **kwargs)
+        return function.trace(*args, **kwargs), splits
 
 
 def _context(program: FunctionCall, call: CalledFunction, mesh: Mesh) -> Any:
@@ -397,12 +399,9 @@ def _order_notes(program: FunctionCall, devices: Sequence[Any]) -> list[str]:
     ]
 
 
-def _whole_notes(
-    program: FunctionCall, meshes: Sequence[Mesh], devices: Sequence[Any]
-) -> list[str]:
-    """A note on a function of which nothing is split over several devices."""
-    own = program.own_mesh or meshes or any(spec is not None for spec in program.specs)
-    if own or len(devices) == 1:
+def _whole_notes(devices: Sequence[Any]) -> list[str]:
+    """A note on several devices of which each does all of the work."""
+    if len(devices) == 1:
         return []
     return [
         f"none of the arguments is split, so each of the {len(devices)} devices does the same work: split them with spread=systolic.Spread(mesh=…, in_specs=…), or choose a slice of one device"
