@@ -354,12 +354,16 @@ def test_what_a_launcher_and_a_pool_would_change_is_told(
     assert "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.0" in pool
 
 
-def test_a_program_that_names_other_processes_is_told_of_them(tmp_path: Path, folder: Path) -> None:
+def test_a_program_that_names_other_processes_is_told_of_them(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "train.py"
     start = "import jax\njax.distributed.initialize('localhost:1', num_processes=8, process_id=0)\n"
     program.write_text(start + (PROGRAMS / "single.py").read_text())
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # a shell's, which launches nothing
     captured = capture([sys.executable, str(program)], slice("v5e-16"), folder, quick=True)
-    (caution, *_) = captured.answer.cautions
+    (caution, *others) = captured.answer.cautions
+    assert not any("SLURM" in other for other in others)
     assert "says 8 processes, and the program ran as the first of 4" in caution
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_the_harness_finds_what_the_model_says_of_each_byte(
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
     run = systolic.train(job(), run=tmp_path / "run").run
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -54,8 +56,12 @@ def test_the_harness_finds_what_the_model_says_of_each_byte(
     assert made.metrics["lines"]["bits_per_byte"] == pytest.approx(
         -total / count / math.log(2), rel=1e-4
     )
-    (kept,) = (run / "harness").iterdir()
+    kept = min((run / "harness").iterdir())
     assert json.loads(kept.read_text())["results"]["lines"]
+    assert made.step == 5  # of tests.cli.tiny's run
+    opened = systolic.open(run, checkpoint="last")
+    assert systolic.evaluate(opened, harness="lines", harness_tasks=tmp_path / "tasks").step == 5
+    assert "NO_PROXY" not in os.environ
     with pytest.raises(OptionError, match="the harness has no task lanes"):
         systolic.evaluate(run, harness="lanes", harness_tasks=tmp_path / "tasks")
 
@@ -73,6 +79,11 @@ def test_the_extra_is_named_where_it_is_not_installed(
 def test_the_harness_takes_no_other_data(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="has data of its own; leave out"):
         systolic.evaluate(tmp_path, harness="hellaswag", batches=2)
+
+
+def test_a_harness_without_a_task_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"harness names no task; give some, such as"):
+        systolic.evaluate(tmp_path, harness=" , ")
 
 
 def test_results_of_a_bundle_lie_beside_it(tmp_path: Path) -> None:

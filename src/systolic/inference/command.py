@@ -244,13 +244,23 @@ def _by_harness(
     trust: bool,
 ) -> "MeasuredModel":
     from systolic.inference.evaluation import run_harness
+    from systolic.inference.model import TrainedModel
     from systolic.inference.results import MeasuredModel
+    from systolic.runs.run import JOB
+    from systolic.runs.weights import step_of
 
     words = [tasks] if isinstance(tasks, str) else tasks
-    names = [name for word in words for name in word.split(",") if name]
-    options = ["--checkpoint", str(checkpoint), *(["--trust"] if trust else [])]
-    metrics = run_harness(_path(model), names, folder, limit, options)
-    return MeasuredModel(path=_path(model), step=0, metrics=metrics, baselines={})
+    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
+    if not names:
+        raise OptionError("--harness names no task; give some, such as hellaswag,arc_easy")
+    path, step = _path(model), 0
+    if isinstance(model, TrainedModel):
+        step = model.step
+    elif (path / JOB).is_file():
+        step = step_of(path, str(checkpoint))
+    options = ["--checkpoint", str(step or checkpoint), *(["--trust"] if trust else [])]
+    metrics = run_harness(path, names, folder, limit, options)
+    return MeasuredModel(path=path, step=step, metrics=metrics, baselines={})
 
 
 @command_of

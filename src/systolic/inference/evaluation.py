@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
-from systolic.core.errors import DataError, OptionError, RunError, SystolicError, extra, nearest
+from systolic.core.errors import (
+    DataError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+    extra,
+    nearest,
+)
 from systolic.core.files import write_atomically
 from systolic.core.ranges import COUNT, check
 from systolic.core.reporter import reporter
 from systolic.data.text.instructions import Instructions, asked
 from systolic.job import Job, Sampling, Split
+from systolic.runs.run import JOB
 
 if TYPE_CHECKING:
     from systolic.data.text.chat import Messages
@@ -38,8 +47,6 @@ FOLDER = "harness"
 """Folder of a model's results, a file each."""
 AT_ONCE = 16
 """Requests at once: the rows that a server decodes together by default."""
-JOB = "job.json"
-"""File of a run."""
 MARKS = ("bos_token_id", "eos_token_id")
 """Ids with one of which a text begins."""
 HOST = "127.0.0.1"
@@ -365,11 +372,14 @@ def run_harness(
     Raises:
         MissingExtraError: the extra ``harness`` is not installed.
         OptionError: there is no such task, or the model continues no text.
+        NotFoundError: there is no such folder.
         RunError: the model can't be served, or the harness failed.
     """
     with extra("--harness", "harness"):
         import lm_eval
         from lm_eval.tasks import TaskManager
+    if folder is not None and not folder.is_dir():
+        raise NotFoundError(f"{folder} is no folder of tasks; give one with YAML files")
     manager = TaskManager(include_path=None if folder is None else str(folder))
     names = manager.match_tasks(list(tasks))
     for task in tasks:
@@ -377,7 +387,7 @@ def run_harness(
             raise OptionError(
                 f"the harness has no task {task}; lm-eval ls tasks lists them, and --harness-tasks is a folder of your own"
             )
-    with _served(model, options) as url:
+    with _served(model, options) as url, _without_proxy():
         about = _tokenizer(url, model)
         start = next((about[name] for name in MARKS if about[name] is not None), None)
         arguments = {
@@ -447,6 +457,19 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
+def _without_proxy() -> Generator[None]:
+    """A context in which the harness's own clients ask this machine without a proxy."""
+    before = os.environ.get("NO_PROXY")
+    os.environ["NO_PROXY"] = ",".join(filter(None, [before, HOST]))
+    try:
+        yield
+    finally:
+        del os.environ["NO_PROXY"]
+        if before is not None:
+            os.environ["NO_PROXY"] = before
+
+
+@contextmanager
 def _served(model: Path, options: Sequence[str]) -> Generator[str]:
     """The address of a server of the model alone, on this machine, while it lasts.
 
@@ -466,7 +489,6 @@ def _served(model: Path, options: Sequence[str]) -> Generator[str]:
         assert server.stdout is not None
         try:
             url = server.stdout.readline().partition(" ")[0]
-            os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST]))
             while server.poll() is None and not _is_ready(url):
                 time.sleep(POLL_SECONDS)
             if server.poll() is not None:

@@ -124,6 +124,11 @@ def fingerprint(path: Path, which: str = "best") -> str:
     return digest({"model": record.job.get("model"), "step": step, "files": files})
 
 
+def step_of(path: Path, which: str = "best") -> int:
+    """Training step of the checkpoint that :func:`load` would read if it is intact; errors as :func:`load`."""
+    return _described(path, which)[1]
+
+
 def weight_bytes(path: Path, which: str = "best") -> int:
     """Bytes of the parameters that :func:`load` would read; 0 where the checkpoint is damaged.
 

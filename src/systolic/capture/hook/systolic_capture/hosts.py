@@ -37,9 +37,9 @@ def _warn_of_others(where, number):
 
 
 def warn_of_launchers():
-    """A caution where a launcher's environment has another number of processes."""
+    """A caution where a launcher's environment has another number of processes; one is that of a shell."""
     for name in LAUNCHERS:
-        if os.environ.get(name, "").isdigit():
+        if os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1:
             _warn_of_others(name, os.environ[name])
 
 
