@@ -20,6 +20,7 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.formats.comparison import outputs_of
 from systolic.formats.hugging_face.reader import impossible
 from systolic.formats.jobs import job_of
+from systolic.formats.outline import contents_of
 from systolic.formats.peft import (
     ADAPTERS,
     WEIGHTS,
@@ -143,6 +144,7 @@ def test_peft_computes_what_a_run_does(tmp_path: Path, kind: str, targets: tuple
     folder = written(tmp_path / "peft", steps, weights, base)
     assert relative(their_logits(folder, base), ours) < 1e-5
     assert relative(folders.logits(base, TOKENS), ours) > 1e-2
+    assert contents_of(folder, "best") != contents_of(base, "best")
     # Opened again it is the same model, and the adapters are those that a run trains on.
     source = open_peft(folder)
     plain = set_up_here(job_of(source)).steps

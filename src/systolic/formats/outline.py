@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from os.path import commonpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -300,8 +301,8 @@ def model_contents(path: Path, checkpoint: str) -> ModelContents:
 
     source = _opened(path)
     files = sorted(source.files().values())
-    root = path if path.is_dir() else path.parent
-    contents = of_files(root, files)
+    # Not all may lie in the model's folder: a GGUF file's are written to the cache, an adapter's base has its own.
+    contents = of_files(Path(commonpath(file.parent for file in files)), files) if files else None
     return ModelContents(
         weights=source.fingerprint(),
         texts=contents.digest if contents else "",

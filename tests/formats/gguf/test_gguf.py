@@ -1,5 +1,6 @@
 """GGUF files, written by llama.cpp's own package: weights, configuration, tokenizer, and what is refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.formats.gguf import tokenizer as gguf_tokenizer
 from systolic.formats.hugging_face.reader import impossible
 from systolic.formats.jobs import job_of
+from systolic.formats.outline import contents_of
 from systolic.formats.source import TransformersSource, open_source
 from systolic.job import Sampling
 from tests.formats import folders
@@ -211,6 +213,15 @@ def test_the_tokenizer_is_rebuilt(tmp_path: Path, model: Any) -> None:
     assert template is not None
     assert template.text == folders.TEMPLATE
     assert (ours.start, ours.end) == (1, 0)
+
+
+def test_contents_are_those_of_weights_and_tokenizer(tmp_path: Path, model: Any) -> None:
+    file = write(tmp_path / "small.gguf", model, KINDS.F32)
+    contents = contents_of(file, "best")
+    (tmp_path / "other").mkdir()
+    assert contents_of(shutil.copy(file, tmp_path / "other" / "b.gguf"), "best") == contents
+    words = write(tmp_path / "words.gguf", model, KINDS.F32, pre="llama-bpe")
+    assert contents_of(words, "best") != contents
 
 
 @pytest.mark.slow
