@@ -36,6 +36,30 @@ def steps(operands: str | None) -> StepFunctions:
     return StepFunctions(job, target(operands))
 
 
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [("bsd,df->bsf", (6, 4)), ("bsd,vd->bsv", (4, 6)), ("bsd,dhe->bshe", (6, 2, 3))],
+)
+def test_a_product_on_a_cpu_has_the_gradients_of_xla_with_activations_on_the_left(
+    spec: str, shape: tuple[int, ...]
+) -> None:
+    draw = np.random.default_rng(0)
+    x, weights = draw.normal(size=(2, 5, 6)), draw.normal(size=shape)
+    x, weights = x.astype(np.float32), weights.astype(np.float32)
+
+    def gradients(platform: str):
+        on = replace(target(None), platform=platform)
+        return jax.grad(lambda x, w: jnp.sin(product(on, spec, x, w)).sum(), argnums=(0, 1))
+
+    for own, known in zip(gradients("cpu")(x, weights), gradients("tpu")(x, weights), strict=True):
+        np.testing.assert_allclose(own, known, rtol=1e-5, atol=1e-5)
+    # A TPU's program is the einsum alone.
+    assert "custom_vjp" not in str(jax.make_jaxpr(gradients("tpu"))(x, weights))
+    assert "optimization_barrier" not in str(jax.make_jaxpr(gradients("tpu"))(x, weights))
+    text = jax.jit(gradients("cpu")).lower(x, weights).as_text()
+    assert text.count("optimization_barrier") == 2
+
+
 @pytest.mark.parametrize(("operands", "error"), [("int8", 0.02), ("fp8", 0.06)])
 def test_products_are_near_the_exact_ones_but_rounded(operands: str, error: float) -> None:
     keys = jax.random.split(jax.random.key(0), 2)

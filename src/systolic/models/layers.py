@@ -159,17 +159,19 @@ def convolve_on_cpu(
     """The same as :func:`convolve`, without the convolutions that XLA has no fast code for on a CPU.
 
     One of each channel by itself is a sum of shifted pictures, which is one loop over memory (7 times as fast for
-    MobileNetV2 in a batch of 8), and one of a single tap a matmul.
+    MobileNetV2 in a batch of 8), and one of a single tap a matmul. Of a dense one the barrier keeps what led to its input
+    out of the transposed copy that the gradient of its kernel reads, where ``cse_barrier_expander`` is off.
     """
     if isinstance(kernel, Watched):
         x, kernel = watched_channels(x, kernel), kernel.value
     if isinstance(kernel, Quantized):
         return _scaled(convolve_on_cpu, x, kernel, stride, rows, columns, groups)
     taps = kernel.shape[0]
-    if groups == 1 and (taps, stride) == (1, 1):
+    if groups == 1 and taps == 1 and rows == columns == (0, 0):
+        x = x[:, ::stride, ::stride]
         return jnp.einsum("bhwi,io->bhwo", x, kernel[0, 0], preferred_element_type=_sums(x))
     if groups != kernel.shape[3] or kernel.shape[2] != 1:
-        return convolve(x, kernel, stride, rows, columns, groups)
+        return convolve(_apart(x), kernel, stride, rows, columns, groups)
     x = jnp.pad(x, ((0, 0), rows, columns, (0, 0))).astype(_sums(x) or x.dtype)
     height, width = ((size - taps) // stride + 1 for size in x.shape[1:3])
     return sum(
@@ -183,6 +185,15 @@ def convolve_on_cpu(
         ),
         start=jnp.zeros((), x.dtype),
     )
+
+
+@jax.custom_vjp
+def _apart(x: jax.Array) -> jax.Array:
+    """``x``, in training behind a barrier to fusion."""
+    return x
+
+
+_apart.defvjp(lambda x: (jax.lax.optimization_barrier(x), None), lambda _, gradient: (gradient,))
 
 
 def _sums(x: jax.Array) -> Any:
@@ -298,7 +309,8 @@ class ConvNorm(nnx.Module):
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         half = (self.kernel.shape[0] - 1) // 2
         pad = (half, half)
-        return self.normed(convolve(x, self.kernel[...], self.stride, pad, pad))
+        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
+        return self.normed(on(x, self.kernel[...], self.stride, pad, pad))
 
     def by_pairs(self, x: jax.Array) -> jax.Array:
         """A call of stride 2 and an odd kernel as one of stride 1 on blocks of 2 x 2 pixels: four times the channels.

@@ -150,9 +150,42 @@ def plain_product(
         x = x.astype(jnp.promote_types(dtype, weights.dtype))
     matrices = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
     if matrices is None:
+        if target.platform == "cpu" and not target.serves and dtype == weights.dtype:
+            return _trained_on_cpu(spec, x, weights)
         return jnp.einsum(spec, x, weights).astype(dtype)
     two = matrices.flat.dtype.itemsize == 2
     return matrices.product(matrices.flat, jnp.float32, two).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_on_cpu(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weights)`` with the gradient of the weights as XLA's CPU compiler makes it fastest.
+
+    It wants the left side of a product contiguous along what is summed and copies it transposed where it is not, with the
+    elementwise work that led to it computed again. The usual gradient has the output's on the left, for which the
+    softmax of a language model's loss would be computed twice; here the activations are on the left. The barriers hold where
+    ``cse_barrier_expander`` is off, and keep that work out of the copies.
+    """
+    return jnp.einsum(spec, x, weights)
+
+
+def _forward(spec: str, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    x = jax.lax.optimization_barrier(x)
+    return jnp.einsum(spec, x, weights), (x, weights)
+
+
+def _backward(spec: str, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weights = kept
+    operands, out = spec.split("->")
+    operand, matrix = operands.split(",")
+    gradient = jax.lax.optimization_barrier(gradient)
+    return (
+        jnp.einsum(f"{out},{matrix}->{operand}", gradient, weights),
+        jnp.einsum(f"{operand},{out}->{matrix}", x, gradient),
+    )
+
+
+_trained_on_cpu.defvjp(_forward, _backward)
 
 
 def integer_product(

@@ -17,7 +17,7 @@ from systolic.models.decoder.layer_groups import Step, Stretch, at, run_layers, 
 from systolic.models.decoder.layers import NGrams, norm
 from systolic.models.decoder.moe import Mixture, balance, moved
 from systolic.models.layers import STREAM, gathered, rematerialise, weight
-from systolic.models.linear import Turned, plain_product, product, served_on_cpu
+from systolic.models.linear import Turned, plain_product, product
 from systolic.models.quantized.codes import Quantized
 
 TIED_GAIN = 0.5
@@ -204,9 +204,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
             if isinstance(matrix, Quantized):
                 logits = product(self.target, spec, hidden, matrix)
-            elif isinstance(matrix, Turned) or served_on_cpu(
-                self.target, hidden.size // hidden.shape[-1]
-            ):
+            elif isinstance(matrix, Turned) or self.target.platform == "cpu":
                 logits = plain_product(self.target, spec, hidden, matrix)
             else:
                 logits = hidden @ (matrix.T if tied else matrix)
