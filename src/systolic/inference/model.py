@@ -521,8 +521,8 @@ class TrainedModel:
         """Whether texts are generated as a server does: by a decoder on one CPU with more weights than caches hold, and memory for them in both forms."""
         from systolic.chips.host import free_bytes
         from systolic.models.decoder.config import Decoder
+        from systolic.models.linear import alone_on_cpu
         from systolic.runs.weights import sizes_of
-        from systolic.steps.paged import alone_on_cpu
 
         sizes = sizes_of({**self.weights.params, **self.weights.model_state})
         held = sum(sizes.bytes_by_dtype.values())
