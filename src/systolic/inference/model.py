@@ -644,7 +644,7 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
     flags = None
     if run is not None:
         record = read_record(run)
-        flags = kept_flags(record, record.plan).compiler
+        flags = kept_flags(record, record.plan, job.model).compiler
     job = replace(job, layout=layout, batch=batch)
     return set_up(job, machine, flags, reads=False, serves=placed is not None)
 
