@@ -175,7 +175,7 @@ def test_a_fixed_range_cuts_off_what_is_larger_and_measures_nothing() -> None:
 def test_the_model_says_which_matmuls_round_their_gradients() -> None:
     def narrow(backward: RoundedBackward, operands: str | None = "int8") -> int:
         job = tiny.job(layout=tiny.ONE_DEVICE)
-        model = replace(job.model, rounding=Rounding(backward=backward))
+        model = replace(job.model, layers=1, rounding=Rounding(backward=backward))
         of = StepFunctions(replace(job, model=model), target(operands))
         text = jax.jit(of.train).lower(of.abstract_state, of.abstract_batch()).as_text()
         assert ("xi8>" in text) is (operands is not None)

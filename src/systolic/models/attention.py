@@ -25,6 +25,10 @@ By schedule, two layers of width 2,048 with 131,072 tokens a step on v5e-8 with 
 tokens 213 and 233 ms, 2,048 216 and 230, 4,096 240.4 and 240.5, 8,192 279 and 267, 16,384 354 and 318. Moving the pieces takes as
 long for any row, what equal work saves grows with it.
 """
+LEAST_SPAN, MOST_SPANS = 128, 4
+"""Queries of a span on a CPU at least, and spans at most."""
+UNSEEN = float(np.finfo(np.float32).min) / 2
+"""Logit of a key that is not seen; finite, so that a row that sees none has no NaN."""
 ATTENDED = "attention"
 """Name of attention's result for policies of rematerialisation."""
 CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
@@ -124,10 +128,6 @@ def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-LEAST_SPAN, MOST_SPANS = 128, 4
-"""Queries of a span on a CPU at least, and spans at most."""
-UNSEEN = -1e30
-"""Logit of a key that is not seen; finite, so that a row that sees none has no NaN."""
 EVERYTHING, AS_THEY_ARE = Masking(), Logits()
 
 
@@ -207,13 +207,7 @@ def attention(
         return attended if masking.causal else name(attended, ATTENDED)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
     mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
-    attend = partial(
-        jax.nn.dot_product_attention,
-        mask=mask,
-        is_causal=causal,
-        local_window_size=(window - 1, 0) if window else None,
-        scale=logits.scale,
-    )
+    attend = partial(_attend, logits.scale, causal, window, mask=mask)
     if kernel is Kernel.cudnn:
         try:
             return name(_by_cudnn(attend, query, key, value), ATTENDED)
@@ -226,11 +220,26 @@ def attention(
     plain = (query.astype(wide), key.astype(wide), value.astype(wide))
     if by_hand:
         return name(attend_plainly(*plain, mask, logits).astype(query.dtype), ATTENDED)
-    fixed = isinstance(query.shape[1], int) and wide == jnp.float32
-    if fixed and alone_on_cpu(target) and not target.serves:
-        spans = _spans(query.shape[1], key.shape[1], causal, window)
-        return name(_by_spans(logits.scale, spans, *plain, mask).astype(query.dtype), ATTENDED)
+    if _is_trained_on_cpu(target, query.shape[1], wide):
+        attended = _on_cpu(logits.scale, causal, window, *plain, mask)
+        return name(attended.astype(query.dtype), ATTENDED)
     return name(attend(*plain, implementation="xla").astype(query.dtype), ATTENDED)
+
+
+def _attend(
+    scale: float | None, causal: bool, window: int, *arrays: jax.Array, **options: Any
+) -> jax.Array:
+    """JAX's attention of a query, key and value."""
+    seen = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        *arrays, is_causal=causal, local_window_size=seen, scale=scale, **options
+    )
+
+
+def _is_trained_on_cpu(target: Target, sequence: int, dtype: jnp.dtype) -> bool:
+    """Whether attention is :func:`_on_cpu`: on one CPU in float32, of a length that the program does not leave open, unless a server's."""
+    fixed = isinstance(sequence, int) and dtype == jnp.float32
+    return fixed and alone_on_cpu(target) and not target.serves
 
 
 def _by_cudnn(
@@ -291,7 +300,7 @@ def attend_plainly(
     return jnp.einsum("bkgqs,bske->bqkge", weights, value).reshape(batch, queries, heads, -1)
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """Queries that are attended for at once on a CPU, and the keys that any of them sees."""
 
     first: int
@@ -311,12 +320,12 @@ class Span(NamedTuple):
             part = mask[:, :, None, self.first : self.last, self.least : self.most]
         if not self.causal:
             return part
-        back = np.arange(self.first, self.last)[:, None] - np.arange(self.least, self.most)
-        own = jnp.asarray((back >= 0) & (back < (self.window or self.most)))
+        back = jnp.arange(self.first, self.last)[:, None] - jnp.arange(self.least, self.most)
+        own = (back >= 0) & (back < (self.window or self.most))
         return own if part is None else part & own
 
 
-def _spans(queries: int, keys: int, causal: bool, window: int) -> tuple[Span, ...]:
+def _spans(queries: int, keys: int, causal: bool, window: int) -> tuple[QuerySpan, ...]:
     """One span, or up to :data:`MOST_SPANS` where later keys are unseen and need no products."""
     count = max(1, min(MOST_SPANS, queries // LEAST_SPAN)) if causal else 1
     size = -(-queries // count)
@@ -325,27 +334,30 @@ def _spans(queries: int, keys: int, causal: bool, window: int) -> tuple[Span, ..
         last = min(first + size, queries)
         least = max(0, first - window + 1) if window else 0
         most = min(last, keys) if causal else keys
-        spans.append(Span(first, last, least, most, causal, window))
+        spans.append(QuerySpan(first, last, least, most, causal, window))
     return tuple(spans)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_spans(
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _on_cpu(
     scale: float,
-    spans: tuple[Span, ...],
+    causal: bool,
+    window: int,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
 ) -> jax.Array:
-    """Attention on a CPU, whose gradient has the smaller side of each product on the left.
+    """JAX's attention, for the gradient on a CPU in another form.
 
-    XLA's CPU compiler copies a left side that is not contiguous along what is summed, which are the probabilities in
-    the gradients of keys and values; and a product of keys that are not seen is left out.
+    XLA's CPU compiler copies the left side of a product that is not contiguous along what is summed, which are the
+    probabilities in the gradients of keys and values: here the smaller side is the left one. Products of keys that no query of a
+    span sees are left out.
 
     Args:
         scale: Factor of the products.
-        spans: All queries, in order.
+        causal: As of :class:`Masking`, beside the mask.
+        window: Likewise.
         query: [batch, queries, heads, head_dim].
         key: [batch, keys, kv_heads, head_dim].
         value: [batch, keys, kv_heads, head_dim].
@@ -354,17 +366,19 @@ def _by_spans(
     Returns:
         [batch, queries, heads, head_dim].
     """
-    return _attend_spans(scale, spans, query, key, value, mask)[0]
+    return _attend(scale, causal, window, query, key, value, mask=mask, implementation="xla")
 
 
 def _attend_spans(
     scale: float,
-    spans: tuple[Span, ...],
+    causal: bool,
+    window: int,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
+    spans = _spans(query.shape[1], key.shape[1], causal, window)
     query, key, value = _by_head(query, key.shape[2]), _by_head(key), _by_head(value)
     kept, outputs = [], []
     for span in spans:
@@ -384,9 +398,14 @@ def _attend_spans(
 
 
 def _attended_gradient(
-    scale: float, spans: tuple[Span, ...], residuals: Any, gradient: jax.Array
+    scale: float,
+    causal: bool,
+    window: int,
+    residuals: Any,
+    gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     key, value, kept = residuals
+    spans = _spans(gradient.shape[1], key.shape[2], causal, window)
     gradient = _by_head(gradient, key.shape[1])
     queries = []
     keys, values = jnp.zeros_like(key), jnp.zeros_like(value)
@@ -402,7 +421,7 @@ def _attended_gradient(
     return _by_position(queries), keys.swapaxes(1, 2), values.swapaxes(1, 2), None
 
 
-_by_spans.defvjp(_attend_spans, _attended_gradient)
+_on_cpu.defvjp(_attend_spans, _attended_gradient)
 
 
 def _by_head(array: jax.Array, groups: int = 0) -> jax.Array:

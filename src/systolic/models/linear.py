@@ -204,7 +204,7 @@ def _change(x: jax.Array, operand: str, gradient: jax.Array, out: str, matrix: s
     sides = [(x, operand), (gradient, out)]
     (left, lefts), (right, rights) = sides if x.size <= gradient.size else sides[::-1]
     rows = [letter for letter in lefts if letter in rights]
-    summed = tuple(tuple(names.index(letter) for letter in rows) for names in (lefts, rights))
+    summed = [lefts.index(row) for row in rows], [rights.index(row) for row in rows]
     change = jax.lax.dot_general(left, right, (summed, ((), ())))
     names = [letter for letter in lefts + rights if letter not in rows]
     # Without the barrier the transpose would become one of the operands, with the other on the left.
