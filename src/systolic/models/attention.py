@@ -311,7 +311,7 @@ class QuerySpan(NamedTuple):
     """After the last key."""
     causal: bool
     window: int
-    """As of :class:`Masking`."""
+    """See :class:`Masking`."""
 
     def seen(self, mask: jax.Array | None) -> jax.Array | None:
         """bool, broadcast to [batch, 1, 1, queries, keys]: what is seen of a mask bool[batch or 1, 1, all queries, all keys]."""
@@ -356,7 +356,7 @@ def _on_cpu(
 
     Args:
         scale: Factor of the products.
-        causal: As of :class:`Masking`, beside the mask.
+        causal: See :class:`Masking`; beside the mask.
         window: Likewise.
         query: [batch, queries, heads, head_dim].
         key: [batch, keys, kv_heads, head_dim].
