@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Model, Remat
+from systolic.models.layers import max_pool
 from systolic.models.vision.config import CNN, Depth, MobileNetV2, Pixels, Preset, ResNet, Stem, ViT
 from systolic.models.vision.module import sincos
 from systolic.steps import jaxpr
@@ -334,3 +337,36 @@ def test_flops_of_resnet_50_are_those_by_hand() -> None:
     mine = of.job.data.fields()
     model = of.job.model
     assert of.step_flops == of.batch_size * (3 * model.flops(mine) - model.input_flops(mine))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "shape", "dtype"),
+    [
+        (3, 2, ((1, 1), (1, 1)), (2, 11, 14, 3), "float32"),
+        (3, 2, ((1, 1), (1, 1)), (2, 12, 9, 3), "bfloat16"),
+        (2, 2, "SAME", (2, 7, 8, 3), "float32"),
+        (2, 2, "VALID", (2, 7, 8, 3), "float32"),
+        (3, 1, "SAME", (1, 5, 6, 2), "float32"),
+        (2, 3, "VALID", (1, 11, 10, 2), "float32"),
+    ],
+)
+def test_max_pooling_on_a_cpu_has_the_gradient_of_xla(
+    size: int, stride: int, padding: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.integers(0, 4, shape), dtype)  # with many equals
+    known = partial(
+        nnx.max_pool, window_shape=(size, size), strides=(stride, stride), padding=padding
+    )
+    weights = jnp.asarray(draw.integers(-8, 8, known(x).shape), dtype)  # sums of these are exact
+    on_cpu = steps(MODELS["cnn"]).target
+    gradients = [
+        jax.jit(jax.grad(lambda x, pool=pool: (pool(x) * weights).sum()))
+        for pool in (known, lambda x: max_pool(on_cpu, x, size, stride, padding))
+    ]
+    np.testing.assert_array_equal(*(gradient(x) for gradient in gradients))
+    scatters = ["select_and_scatter" in gradient.lower(x).as_text() for gradient in gradients]
+    assert scatters == [True, False]
+    on_tpu = replace(on_cpu, platform="tpu")
+    traced = jax.make_jaxpr(lambda x: max_pool(on_tpu, x, size, stride, padding))(x)
+    assert "custom_vjp" not in str(traced)

@@ -19,6 +19,7 @@ from systolic.models.layers import (
     convolve,
     convolve_on_cpu,
     gathered,
+    max_pool,
     name,
     normalise,
     random,
@@ -69,7 +70,7 @@ class CNNModule(nnx.Module):
         for index, conv in enumerate(self.convs):
             x = jax.nn.relu(conv(x))
             if index % 2:
-                x = nnx.max_pool(x, (2, 2), (2, 2), "SAME")
+                x = max_pool(self.target, x, 2, 2, "SAME")
         return self.head(x.reshape(x.shape[0], -1))
 
 
@@ -248,7 +249,7 @@ class ResNetModule(nnx.Module):
         first = self.stem.by_pairs if self.config.stem is Stem.paired else self.stem
         x = jax.nn.relu(first(self.target.constrain(x, "batch", None, None, None)))
         if self.large:
-            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            x = max_pool(self.target, x, 3, 2, ((1, 1), (1, 1)))
         for block in self.blocks:
             x = recomputed(block, x, self.target.layout)
         features = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
