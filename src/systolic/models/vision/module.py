@@ -23,7 +23,7 @@ from systolic.models.layers import (
     normalise,
     random,
     recomputed,
-    rematerialise,
+    stacked_layers,
     start,
     zeros,
 )
@@ -44,8 +44,6 @@ from systolic.models.vision.config import (
 SINCOS_TEMPERATURE = 10_000.0
 TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class CNNModule(nnx.Module):
@@ -359,11 +357,7 @@ class ViTModule(nnx.Module):
         def apply(x: jax.Array, state: nnx.State) -> jax.Array:
             return nnx.merge(graph, state)(x)
 
-        layer = rematerialise(apply, self.target.layout)
-        unroll = self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS
-        x, _ = jax.lax.scan(
-            lambda x, state: (layer(x, state), None), self.embed(image), stacked, unroll=unroll
-        )
+        x = stacked_layers(apply, self.embed(image), stacked, self.target)
         x = self.norm(x)
         pooled = x[:, 0] if self.config.pooling is Pooling.token else jnp.mean(x, axis=1)
         return self.head(pooled)
