@@ -18,6 +18,8 @@ from systolic.models.vision.config import Pixels
 __all__ = ["name", "rematerialise"]
 TRUNCATED_DEVIATION = 0.879625657
 """Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+FEW_CHANNELS = 4
+"""Channels of pictures up to which a convolution on a CPU is a matmul of patches, in half the time for the first one of MobileNetV2."""
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
 DEVIATION = "deviation"
@@ -200,7 +202,7 @@ def convolve_on_cpu(
     """The same as :func:`convolve`, without the convolutions that XLA has no fast code for on a CPU.
 
     One of each channel by itself is a sum of shifted pictures, which is one loop over memory (7 times as fast for
-    MobileNetV2 in a batch of 8), and one of a single tap a matmul.
+    MobileNetV2 in a batch of 8), one of a single tap a matmul, and one over few channels a matmul of patches.
     """
     if isinstance(kernel, Watched):
         x, kernel = watched_channels(x, kernel), kernel.value
@@ -209,20 +211,26 @@ def convolve_on_cpu(
     taps = kernel.shape[0]
     if groups == 1 and (taps, stride) == (1, 1):
         return jnp.einsum("bhwi,io->bhwo", x, kernel[0, 0], preferred_element_type=_sums(x))
-    if groups != kernel.shape[3] or kernel.shape[2] != 1:
+    by_channel = groups == kernel.shape[3] and kernel.shape[2] == 1
+    few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS
+    if not by_channel and not few:
         return convolve(x, kernel, stride, rows, columns, groups)
-    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0))).astype(_sums(x) or x.dtype)
+    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0)))
     height, width = ((size - taps) // stride + 1 for size in x.shape[1:3])
+
+    def shifted(i: int, j: int) -> jax.Array:
+        picture = x[:, i : i + height * stride : stride, j : j + width * stride : stride]
+        return picture[:, :height, :width]
+
+    places = [(i, j) for i in range(taps) for j in range(taps)]
+    if few:
+        patches = jnp.concatenate([shifted(*place) for place in places], axis=-1)
+        matrix = kernel.reshape(-1, kernel.shape[3])
+        return jnp.einsum("bhwi,io->bhwo", patches, matrix, preferred_element_type=_sums(x))
+    dtype = _sums(x) or x.dtype
     return sum(
-        (
-            x[:, i : i + height * stride : stride, j : j + width * stride : stride][
-                :, :height, :width
-            ]
-            * kernel[i, j, 0]
-            for i in range(taps)
-            for j in range(taps)
-        ),
-        start=jnp.zeros((), x.dtype),
+        (shifted(i, j).astype(dtype) * kernel[i, j, 0] for i, j in places),
+        start=jnp.zeros((), dtype),
     )
 
 
@@ -294,6 +302,13 @@ class GroupedBatchNorm(nnx.BatchNorm):
         scale = jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(jnp.float32)
         normed = (wide - mean) * scale + self.bias[...].astype(jnp.float32)
         return normed.reshape(x.shape)
+
+    def affine(self) -> tuple[jax.Array, jax.Array]:
+        """Factor and summand of each feature, f32[features], that running statistics make."""
+        assert self.scale is not None
+        assert self.bias is not None
+        scale = jax.lax.rsqrt(self.var[...] + self.epsilon) * self.scale[...].astype(jnp.float32)
+        return scale, self.bias[...].astype(jnp.float32) - self.mean[...] * scale
 
 
 class ConvNorm(nnx.Module):
