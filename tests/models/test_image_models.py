@@ -11,9 +11,22 @@ import pytest
 from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.inference import predictor
+from systolic.inference.predictor import FixedForm, Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.job import Field, Layout, Model, Remat
 from systolic.models.layers import max_pool
-from systolic.models.vision.config import CNN, Depth, MobileNetV2, Pixels, Preset, ResNet, Stem, ViT
+from systolic.models.vision.config import (
+    CNN,
+    Depth,
+    MobileNetV2,
+    Padding,
+    Pixels,
+    Preset,
+    ResNet,
+    Stem,
+    ViT,
+)
 from systolic.models.vision.module import sincos
 from systolic.steps import jaxpr
 from tests.models.decoders import drawn
@@ -370,3 +383,39 @@ def test_max_pooling_on_a_cpu_has_the_gradient_of_xla(
     on_tpu = replace(on_cpu, platform="tpu")
     traced = jax.make_jaxpr(lambda x: max_pool(on_tpu, x, size, stride, padding))(x)
     assert "custom_vjp" not in str(traced)
+
+
+@pytest.mark.parametrize("padding", Padding)
+def test_a_norm_is_part_of_its_kernel_on_a_cpu_alone(padding: Padding) -> None:
+    model = replace(MODELS["mobilenet"], padding=padding, pixels=Pixels(size=17))
+    on_cpu, elsewhere = (steps(model, platform=name) for name in ("cpu", "tpu"))
+    draw = np.random.default_rng(2)
+    weights = [
+        {
+            name: value + draw.uniform(0, 0.5, value.shape).astype(np.float32)
+            for name, value in of.items()
+        }
+        for of in start(on_cpu)
+    ]
+    programs = [jax.jit(of.predict).lower(*weights, batch(on_cpu)) for of in (on_cpu, elsewhere)]
+    own, plain = (program.compile()(*weights, batch(on_cpu)) for program in programs)
+    for name, wanted in plain.items():
+        np.testing.assert_allclose(own[name], wanted, rtol=1e-4, atol=1e-5)
+    assert [program.as_text().count("stablehlo.convolution") for program in programs] == [0, 52]
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_a_batch_on_a_cpu_is_answered_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = steps(MODELS["cnn"], batch=rows)
+    weights, image = start(of), batch(of)["image"]
+    examples = [Row(arrays={"image": picture}) for picture in image]
+    bucket = Bucket(rows=rows)
+    whole = Predictor(FixedForm(of), *weights)(examples, bucket)
+    # Of its two layers, each picture has 16 x 16 x 4 floats after the first.
+    monkeypatch.setattr(predictor, "PIECE_BYTES", 4 * 16 * 16 * 4 * 5)
+    pieces = Predictor(FixedForm(of), *weights)
+    for own, wanted in zip(pieces(examples, bucket), whole, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(own[name], value, rtol=1e-5, atol=1e-6)
+    text = pieces._compiled[bucket].func.as_text()
+    assert ("[4,16,16,4]" in text, "[8,16,16,4]" in text) == (rows == 8, False)

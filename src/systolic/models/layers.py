@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as name
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from systolic.job import Layout, Remat, Target
 from systolic.models.linear import alone_on_cpu
@@ -19,10 +20,14 @@ from systolic.models.vision.config import Pixels
 __all__ = ["name", "rematerialise"]
 TRUNCATED_DEVIATION = 0.879625657
 """Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+FEW_CHANNELS = 4
+"""Channels of pictures up to which a convolution on a CPU is a matmul of patches, in half the time for the first one of MobileNetV2."""
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
 DEVIATION = "deviation"
 """Name of the standard deviation that a parameter carries."""
+UNROLLED_LAYERS = 6
+"""Layers up to which a CPU program unrolls them: a loop copies each layer's weights out of their stack."""
 STREAM = ("batch", "residual_sequence", "residual_embed")
 """Logical names of its dims, [batch, sequence, d_model]."""
 
@@ -53,6 +58,38 @@ def rematerialise(
                 offload_dst="pinned_host",
             )
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+
+def apart(function: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    """``function`` as a part of the program that XLA compiles by itself on one CPU; elsewhere as it is.
+
+    XLA's CPU compiler would compute a residual stream again from all earlier layers wherever it is read, in place of
+    reading it (a fusion with 70 operands in a BERT of six layers, whose whole call took 1.13 times as long).
+    """
+    if not alone_on_cpu(target):
+        return function
+    jitted = jax.jit(function)
+
+    def call(*args: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return jitted(*args)
+
+    return call
+
+
+def stacked_layers(
+    layer: Callable[[jax.Array, nnx.State], jax.Array], x: jax.Array, states: Any, target: Target
+) -> jax.Array:
+    """``x`` after all layers, under the layout's rematerialisation; ``states`` have a leading dim of layers."""
+    layer = rematerialise(layer, target.layout)
+    layers = len(jax.tree.leaves(states)[0])
+    if target.platform != "cpu" or layers > UNROLLED_LAYERS:
+        return jax.lax.scan(lambda x, state: (layer(x, state), None), x, states)[0]
+    layer = apart(layer, target)
+    for index in range(layers):
+        pick = partial(jax.lax.index_in_dim, index=index, keepdims=False)
+        x = layer(x, jax.tree.map(pick, states))
+    return x
 
 
 def weight(
@@ -162,8 +199,9 @@ def convolve_on_cpu(
     """The same as :func:`convolve`, without the convolutions that XLA has no fast code for on a CPU.
 
     One of each channel by itself is a sum of shifted pictures, which is one loop over memory (7 times as fast for
-    MobileNetV2 in a batch of 8), and one of a single tap a matmul. Of a dense one the barrier keeps what led to its input
-    out of the transposed copy that the gradient of its kernel reads, where ``cse_barrier_expander`` is off.
+    MobileNetV2 in a batch of 8), one of a single tap a matmul, and one over few channels a matmul of patches. Of a dense
+    one the barrier keeps what led to its input out of the transposed copy that the gradient of its kernel reads, where
+    ``cse_barrier_expander`` is off.
     """
     if isinstance(kernel, Watched):
         x, kernel = watched_channels(x, kernel), kernel.value
@@ -173,20 +211,26 @@ def convolve_on_cpu(
     if groups == 1 and taps == 1 and rows == columns == (0, 0):
         x = x[:, ::stride, ::stride]
         return jnp.einsum("bhwi,io->bhwo", x, kernel[0, 0], preferred_element_type=_sums(x))
-    if groups != kernel.shape[3] or kernel.shape[2] != 1:
+    by_channel = groups == kernel.shape[3] and kernel.shape[2] == 1
+    few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS
+    if not by_channel and not few:
         return convolve(_apart(x), kernel, stride, rows, columns, groups)
-    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0))).astype(_sums(x) or x.dtype)
+    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0)))
     height, width = ((size - taps) // stride + 1 for size in x.shape[1:3])
+
+    def shifted(i: int, j: int) -> jax.Array:
+        picture = x[:, i : i + height * stride : stride, j : j + width * stride : stride]
+        return picture[:, :height, :width]
+
+    places = [(i, j) for i in range(taps) for j in range(taps)]
+    if few:
+        patches = jnp.concatenate([shifted(*place) for place in places], axis=-1)
+        matrix = kernel.reshape(-1, kernel.shape[3])
+        return jnp.einsum("bhwi,io->bhwo", patches, matrix, preferred_element_type=_sums(x))
+    dtype = _sums(x) or x.dtype
     return sum(
-        (
-            x[:, i : i + height * stride : stride, j : j + width * stride : stride][
-                :, :height, :width
-            ]
-            * kernel[i, j, 0]
-            for i in range(taps)
-            for j in range(taps)
-        ),
-        start=jnp.zeros((), x.dtype),
+        (shifted(i, j).astype(dtype) * kernel[i, j, 0] for i, j in places),
+        start=jnp.zeros((), dtype),
     )
 
 
@@ -346,6 +390,13 @@ class GroupedBatchNorm(nnx.BatchNorm):
         scale = jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(jnp.float32)
         normed = (wide - mean) * scale + self.bias[...].astype(jnp.float32)
         return normed.reshape(x.shape)
+
+    def affine(self) -> tuple[jax.Array, jax.Array]:
+        """Factor and summand of each feature, f32[features], that running statistics make."""
+        assert self.scale is not None
+        assert self.bias is not None
+        scale = jax.lax.rsqrt(self.var[...] + self.epsilon) * self.scale[...].astype(jnp.float32)
+        return scale, self.bias[...].astype(jnp.float32) - self.mean[...] * scale
 
 
 class ConvNorm(nnx.Module):

@@ -24,7 +24,7 @@ from systolic.models.layers import (
     normalise,
     random,
     recomputed,
-    rematerialise,
+    stacked_layers,
     start,
     zeros,
 )
@@ -45,8 +45,6 @@ from systolic.models.vision.config import (
 SINCOS_TEMPERATURE = 10_000.0
 TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class CNNModule(nnx.Module):
@@ -113,8 +111,17 @@ class MobileConv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         pads = [self.pad(size) for size in x.shape[1:3]]
-        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
-        x = on(x, self.kernel[...], self.stride, *pads, groups=self.groups)
+        kernel = self.kernel[...]
+        on_cpu = self.target.platform == "cpu"
+        plain = isinstance(kernel, jax.Array) and kernel.dtype == jnp.float32
+        if on_cpu and plain and self.norm.use_running_average:
+            # The norm is part of the kernel, computed once where weights are constants.
+            scale, shift = self.norm.affine()
+            return (
+                convolve_on_cpu(x, kernel * scale, self.stride, *pads, groups=self.groups) + shift
+            )
+        on = convolve_on_cpu if on_cpu else convolve
+        x = on(x, kernel, self.stride, *pads, groups=self.groups)
         # The norm's statistics are float32, so it computes in float32 and its result is cast back.
         return self.target.constrain(self.norm(x).astype(x.dtype), "batch", None, None, None)
 
@@ -360,11 +367,7 @@ class ViTModule(nnx.Module):
         def apply(x: jax.Array, state: nnx.State) -> jax.Array:
             return nnx.merge(graph, state)(x)
 
-        layer = rematerialise(apply, self.target.layout)
-        unroll = self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS
-        x, _ = jax.lax.scan(
-            lambda x, state: (layer(x, state), None), self.embed(image), stacked, unroll=unroll
-        )
+        x = stacked_layers(apply, self.embed(image), stacked, self.target)
         x = self.norm(x)
         pooled = x[:, 0] if self.config.pooling is Pooling.token else jnp.mean(x, axis=1)
         return self.head(pooled)
