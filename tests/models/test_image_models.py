@@ -411,8 +411,8 @@ def test_a_batch_on_a_cpu_is_answered_in_pieces(rows: int, monkeypatch: pytest.M
     examples = [Row(arrays={"image": picture}) for picture in image]
     bucket = Bucket(rows=rows)
     whole = Predictor(FixedForm(of), *weights)(examples, bucket)
-    # Of its two layers, each picture has 16 x 16 x 4 floats after the first.
-    monkeypatch.setattr(predictor, "PIECE_BYTES", 4 * 16 * 16 * 4 * 5)
+    # The largest array has the patches of the second convolution, 16 x 16 x 36 floats a picture.
+    monkeypatch.setattr(predictor, "PIECE_BYTES", 4 * 16 * 16 * 36 * 5)
     pieces = Predictor(FixedForm(of), *weights)
     for own, wanted in zip(pieces(examples, bucket), whole, strict=True):
         for name, value in wanted.items():
