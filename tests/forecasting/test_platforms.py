@@ -15,18 +15,19 @@ from systolic.compiling import Compiler, FunctionProgram, Outcome, compile, gpu_
 from systolic.compiling.gpu_compiler import compiler
 from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.core.units import Origin
+from systolic.core.units import Origin, duration
 from systolic.forecasting import Forecast, Spread, forecast_program
 from systolic.forecasting.cautions import errors
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
 from systolic.forecasting.function import function_program
-from systolic.forecasting.platforms import STAND_IN, of_pool, of_triton
+from systolic.forecasting.platforms import STAND_IN, of_overlap, of_pool, of_triton
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.terminal import plain
 from systolic.sim.network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy
 
 roofline_only = pytest.mark.skipif(
@@ -162,6 +163,55 @@ def test_the_roofline_is_the_catalogues(h100: Forecast) -> None:
     assert h100.low == pytest.approx(h100.step_seconds / (1 + past["high"]))
     assert h100.high == pytest.approx(h100.step_seconds / (1 + past["low"]))
     assert f"{past['held']} of {past['rows']} published training steps on h100" in h100.interval
+
+
+@pytest.mark.parametrize(
+    ("on", "form", "peak"),
+    [
+        ("h100", "bf16", 989e12),
+        ("h100", "tf32", 494.7e12),
+        ("h100", "f32", 2 * 132 * 128 * 1.98e9),
+        ("h100", "fp8", 1979e12),
+        ("b300", "int8", 150e12),  # hardly any units: less than bf16's 2,250
+    ],
+)
+def test_executed_flops_are_compared_with_the_peak_of_their_format(
+    h100: Forecast, on: str, form: str, peak: float
+) -> None:
+    made = replace(h100, on=slice(on), flops_by_format={form: MATMUL})
+    assert made.hfu == pytest.approx(MATMUL / h100.step_seconds / peak, rel=1e-3)
+    said = dict(readings.speed(made))["HFU"]
+    assert said.endswith("%" if form == "bf16" else f"% of the {form} peak")
+
+
+def test_a_product_of_f32_is_of_the_tf32_peak(root: Path) -> None:
+    made = ask(
+        root,
+        layer,
+        (array(ROWS, WIDE, dtype="float32"), array(WIDE, DEEP, dtype="float32")),
+        "h100",
+    )
+    assert made.flops_by_format == {"tf32": MATMUL}
+    assert 0.3 < made.hfu < 0.81
+
+
+def test_a_short_memory_keeps_collectives_beside_nothing() -> None:
+    text = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p0: bf16[4096,4096]) -> bf16[32768,4096] {
+  %p0 = bf16[4096,4096]{1,0} parameter(0)
+  %all = (bf16[4096,4096]{1,0}, bf16[32768,4096]{1,0}) all-gather-start(%p0), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":SYNC}}
+  ROOT %done = bf16[32768,4096]{1,0} all-gather-done(%all)
+}
+"""
+    on = slice("8xh100")
+    alone, beside = (simulate(parse(text.replace("SYNC", word)), on) for word in ("true", "false"))
+    (line,) = of_overlap(on, alone, 70 * 10**9, ())
+    assert duration(alone.seconds) in line
+    assert "--xla_gpu_memory_limit_slop_factor=125" in line
+    assert not of_overlap(on, alone, 60 * 10**9, ())
+    assert not of_overlap(on, alone, 70 * 10**9, ["--xla_gpu_memory_limit_slop_factor=110"])
+    assert not of_overlap(on, beside, 70 * 10**9, ())
 
 
 def test_eight_gpus_gather_and_scatter_over_their_links(eight: Forecast) -> None:

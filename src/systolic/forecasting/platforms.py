@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from systolic.chips import Slice
-from systolic.chips.flags import name_of
+from systolic.chips.flags import OVERLAPPED, name_of
 from systolic.compiling import Compiled
-from systolic.compiling.gpu_compiler import FRACTIONS, advice, flags_for, pool_bytes
+from systolic.compiling.gpu_compiler import (
+    FRACTIONS,
+    advice,
+    flags_for,
+    overlaps_unasked,
+    pool_bytes,
+)
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -29,8 +35,13 @@ from systolic.sim.gpu_ops import add_workspaces
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Timeline
+from systolic.sim.timeline import Resource, Timeline
 
+LEAST_ALONE = 0.02
+"""Share of a step from which collectives beside nothing are spoken of."""
+SCHEDULED_SHARE = 0.76
+"""Share of a GPU's memory up to which XLA's scheduler overlaps: 80 %, 5 % of it left free (gpu_hlo_schedule.cc)."""
+MORE_MEMORY = "--xla_gpu_memory_limit_slop_factor=125"
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
 CONTEXT_BYTES = 1 << 29
@@ -63,6 +74,8 @@ def forecast_host(
     timeline, why = _timeline(module, on, report, given)
     if timeline is None:
         notes.append(why)
+    elif on.platform == "gpu" and built is Built.topology:
+        notes += of_overlap(on, timeline, memory.peak_bytes, report.flags)
     fits = not have or memory.peak_bytes <= have
     by = GpuModel.roofline if built is Built.stand_in else GpuModel.compiler
     low, high, basis = (None, None, "") if timeline is None else interval(on, timeline, by)
@@ -209,6 +222,27 @@ def of_triton(flags: Sequence[str], verb: str) -> list[str]:
     if verb == "captured":
         return [WITHOUT_TRITON.replace("--flags=", "XLA_FLAGS=")]
     return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
+
+
+def of_overlap(on: Slice, timeline: Timeline, peak_bytes: int, flags: Sequence[str]) -> list[str]:
+    """A line where collectives that a GPU's schedule runs beside nothing take a share of the step, and why."""
+    alone = sum(
+        span.seconds * times
+        for span, times in timeline.leaves()
+        if span.lane == "core" and span.bytes and span.resource in (Resource.ici, Resource.dcn)
+    )
+    if alone < LEAST_ALONE * timeline.seconds:
+        return []
+    line = f"{duration(alone)} of collectives run beside nothing"
+    set_already = {name_of(flag) for flag in flags}
+    if not overlaps_unasked(on.chip) and name_of(OVERLAPPED) not in set_already:
+        return [f"{line}: on {on.chip.name} XLA overlaps them with --flags={OVERLAPPED} only"]
+    near = SCHEDULED_SHARE * (on.chip.driver_hbm_bytes or math.inf)
+    if peak_bytes > near and name_of(MORE_MEMORY) not in set_already:
+        return [
+            f"{line}: XLA's scheduler overlaps less where memory is short, from {gibibytes(round(near))} on; --flags={MORE_MEMORY} lets it take more"
+        ]
+    return []
 
 
 def of_pool(peak_bytes: int, on: Slice) -> list[str]:
