@@ -39,8 +39,10 @@ from systolic.sim.timeline import Resource, Timeline
 
 LEAST_ALONE = 0.02
 """Share of a step from which collectives beside nothing are spoken of."""
-SCHEDULED_SHARE = 0.76
-"""Share of a GPU's memory up to which XLA's scheduler overlaps: 80 %, 5 % of it left free (gpu_hlo_schedule.cc)."""
+SCHEDULED_SHARE = 0.8
+"""Share of a GPU's memory that XLA's scheduler counts on where it compiles for an absent GPU; on a GPU it is the pool (gpu_hlo_schedule.cc)."""
+SCHEDULED_SLOP = 0.95
+"""Of what arguments and results leave of it, the share up to which the scheduler overlaps."""
 MORE_MEMORY = "--xla_gpu_memory_limit_slop_factor=125"
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
@@ -75,7 +77,7 @@ def forecast_host(
     if timeline is None:
         notes.append(why)
     elif on.platform == "gpu" and built is Built.topology:
-        notes += of_overlap(on, timeline, memory.peak_bytes, report.flags)
+        notes += of_overlap(on, timeline, report.memory or CompiledMemory(), report.flags)
     fits = not have or memory.peak_bytes <= have
     by = GpuModel.roofline if built is Built.stand_in else GpuModel.compiler
     low, high, basis = (None, None, "") if timeline is None else interval(on, timeline, by)
@@ -224,7 +226,9 @@ def of_triton(flags: Sequence[str], verb: str) -> list[str]:
     return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
 
 
-def of_overlap(on: Slice, timeline: Timeline, peak_bytes: int, flags: Sequence[str]) -> list[str]:
+def of_overlap(
+    on: Slice, timeline: Timeline, memory: CompiledMemory, flags: Sequence[str]
+) -> list[str]:
     """A line where collectives that a GPU's schedule runs beside nothing take a share of the step, and why."""
     alone = sum(
         span.seconds * times
@@ -237,12 +241,20 @@ def of_overlap(on: Slice, timeline: Timeline, peak_bytes: int, flags: Sequence[s
     set_already = {name_of(flag) for flag in flags}
     if not overlaps_unasked(on.chip) and name_of(OVERLAPPED) not in set_already:
         return [f"{line}: on {on.chip.name} XLA overlaps them with --flags={OVERLAPPED} only"]
-    near = SCHEDULED_SHARE * (on.chip.driver_hbm_bytes or math.inf)
-    if peak_bytes > near and name_of(MORE_MEMORY) not in set_already:
-        return [
-            f"{line}: XLA's scheduler overlaps less where memory is short, from {gibibytes(round(near))} on; --flags={MORE_MEMORY} lets it take more"
-        ]
-    return []
+    whole, pool = on.chip.driver_hbm_bytes or 0, pool_bytes(on.chip)
+    here = _scheduled(SCHEDULED_SHARE * whole, memory)
+    if (_peak(memory) or 0) <= here or name_of(MORE_MEMORY) in set_already:
+        return []
+    there = _scheduled(pool if pool < whole else SCHEDULED_SHARE * whole, memory)
+    return [
+        f"{line}: memory is short for XLA's scheduler, which keeps to {gibibytes(here)} here and, by the size of XLA's pool, to {gibibytes(there)} on a GPU; --flags={MORE_MEMORY} lets it take more"
+    ]
+
+
+def _scheduled(base: float, memory: CompiledMemory) -> int:
+    """Bytes that XLA's scheduler keeps a program to, of those that it counts on."""
+    held = (_peak(memory) or 0) - (memory.temp_size_in_bytes or 0)
+    return round(held + SCHEDULED_SLOP * (base - held))
 
 
 def of_pool(peak_bytes: int, on: Slice) -> list[str]:
