@@ -230,6 +230,35 @@ ENTRY %main (p0: bf16[4096,4096]) -> bf16[32768,4096] {
     assert not of_overlap(on, beside, short, ())
 
 
+@roofline_only
+@pytest.mark.parametrize(
+    ("dtype", "form", "peak"),
+    [
+        ("float8_e4m3fn", "fp8", 1979e12),
+        ("float8_e5m2", "fp8", 1979e12),
+        ("int8", "int8", 1979e12),
+    ],
+)
+def test_a_narrow_product_is_at_the_peak_of_its_format(
+    root: Path, dtype: str, form: str, peak: float
+) -> None:
+    """Not at that of wider operands, whose copies a CPU would make and a GPU does not: one op, which reads a byte a number."""
+    out = jnp.int32 if dtype == "int8" else jnp.bfloat16
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot(x, w, preferred_element_type=out)
+
+    made = ask(
+        root, product, (array(ROWS, WIDE, dtype=dtype), array(WIDE, DEEP, dtype=dtype)), "h100"
+    )
+    (span,) = [span for span, _ in made.timeline.leaves()]
+    assert made.flops_by_format == {form: MATMUL}
+    assert span.bytes == ROWS * WIDE + WIDE * DEEP + out(0).nbytes * ROWS * DEEP
+    reached = slice("h100").chip.source("measured_matmul_bf16_flops_per_second").value / 989e12
+    least = max(MATMUL / (peak * reached), span.bytes / gpu_peaks(slice("h100")).memory)
+    assert span.seconds == pytest.approx(least, rel=1e-3)
+
+
 def test_eight_gpus_gather_and_scatter_over_their_links(eight: Forecast) -> None:
     spans = [span for span, _ in eight.timeline.leaves()]
     moved = {span.opcode: span for span in spans if span.priced_by is PricedBy.network}

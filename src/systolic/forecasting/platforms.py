@@ -179,11 +179,8 @@ class GpuModel(enum.Enum):
     roofline = "roofline"
 
 
-LARGEST_ERRORS = {
-    GpuModel.compiler: "software of 2023 was the slowest beside it",
-    GpuModel.roofline: "fp8 was the fastest beside it",
-}
-"""Steps at the ends of a GPU's range."""
+LARGEST_ERROR = "software of 2023 was the slowest beside it"
+"""Steps at the far end of a GPU's range, by its schedule as by its roofline."""
 
 
 def interval(
@@ -198,7 +195,7 @@ def interval(
         row = by_chip.get(on.chip.name) or by_chip["all"]
         where = on.chip.name if on.chip.name in by_chip else f"GPUs, too few on {on.chip.name}"
         down, up = 1 / (1 + row["high"]), 1 / (1 + row["low"])
-        text = f"{row['held']} of {row['rows']} published training steps on {where}, to which no price was fitted; {LARGEST_ERRORS[by]}"
+        text = f"{row['held']} of {row['rows']} published training steps on {where}, to which no price was fitted; {LARGEST_ERROR}"
 
     def range_of(variant: Timeline) -> tuple[float, float, str]:
         estimated, least, most = variant.by_rule
