@@ -42,7 +42,9 @@ LEAST_ALONE = 0.02
 SCHEDULED_SHARE = 0.8
 """Share of a GPU's memory that XLA's scheduler counts on where it compiles for an absent GPU; on a GPU it is the pool (gpu_hlo_schedule.cc)."""
 SCHEDULED_SLOP = 0.95
-"""Of what arguments and results leave of it, the share up to which the scheduler overlaps."""
+"""Share of what arguments and results leave of that up to which the scheduler overlaps."""
+LARGEST_ERROR = "software of 2023 was the slowest beside it"
+"""Steps at the far end of a GPU's range, by its schedule as by its roofline."""
 MORE_MEMORY = "--xla_gpu_memory_limit_slop_factor=125"
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
@@ -177,10 +179,6 @@ class GpuModel(enum.Enum):
     compiler = "compiler"
     """Schedule of XLA's GPU compiler, simulated."""
     roofline = "roofline"
-
-
-LARGEST_ERROR = "software of 2023 was the slowest beside it"
-"""Steps at the far end of a GPU's range, by its schedule as by its roofline."""
 
 
 def interval(
