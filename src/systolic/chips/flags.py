@@ -13,12 +13,15 @@ SPELT = 2
 """Flags beside the shared ones that are spelt out in a line of figures."""
 UNRANKED = ("--xla_tpu_scoped_vmem_limit_kib",)
 """Flags whose effect the compiler only guesses: cycles of a matmul on v6e fall steadily from 16 to 112 MiB, chips' time does not."""
+OVERLAPPED = "--xla_gpu_enable_latency_hiding_scheduler=true"
+"""Flag of XLA's GPU compiler that runs collectives beside compute. It is on by itself from Hopper on, not on Ampere."""
 GPU_PIPELINED = (
+    OVERLAPPED,
     "--xla_gpu_enable_pipelined_all_gather=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
 )
-"""Flags of XLA's GPU compiler that move a layer's collectives into the loop's next or last iteration. Its latency-hiding scheduler is on by default."""
+"""Flags of XLA's GPU compiler that move a layer's collectives into the loop's next or last iteration."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
