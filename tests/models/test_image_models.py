@@ -386,7 +386,7 @@ def test_max_pooling_on_a_cpu_has_the_gradient_of_xla(
 
 
 @pytest.mark.parametrize("padding", Padding)
-def test_a_norm_is_part_of_its_kernel_on_a_cpu_alone(padding: Padding) -> None:
+def test_a_mobilenet_on_a_cpu_alone_has_no_convolution(padding: Padding) -> None:
     model = replace(MODELS["mobilenet"], padding=padding, pixels=Pixels(size=17))
     on_cpu, elsewhere = (steps(model, platform=name) for name in ("cpu", "tpu"))
     draw = np.random.default_rng(2)

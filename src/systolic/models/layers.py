@@ -391,13 +391,6 @@ class GroupedBatchNorm(nnx.BatchNorm):
         normed = (wide - mean) * scale + self.bias[...].astype(jnp.float32)
         return normed.reshape(x.shape)
 
-    def affine(self) -> tuple[jax.Array, jax.Array]:
-        """Factor and summand of each feature, f32[features], that running statistics make."""
-        assert self.scale is not None
-        assert self.bias is not None
-        scale = jax.lax.rsqrt(self.var[...] + self.epsilon) * self.scale[...].astype(jnp.float32)
-        return scale, self.bias[...].astype(jnp.float32) - self.mean[...] * scale
-
 
 class ConvNorm(nnx.Module):
     """Convolution without bias, then batch norm.

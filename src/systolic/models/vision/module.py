@@ -111,17 +111,8 @@ class MobileConv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         pads = [self.pad(size) for size in x.shape[1:3]]
-        kernel = self.kernel[...]
-        on_cpu = self.target.platform == "cpu"
-        plain = isinstance(kernel, jax.Array) and kernel.dtype == jnp.float32
-        if on_cpu and plain and self.norm.use_running_average:
-            # The norm is part of the kernel, computed once where weights are constants.
-            scale, shift = self.norm.affine()
-            return (
-                convolve_on_cpu(x, kernel * scale, self.stride, *pads, groups=self.groups) + shift
-            )
-        on = convolve_on_cpu if on_cpu else convolve
-        x = on(x, kernel, self.stride, *pads, groups=self.groups)
+        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
+        x = on(x, self.kernel[...], self.stride, *pads, groups=self.groups)
         # The norm's statistics are float32, so it computes in float32 and its result is cast back.
         return self.target.constrain(self.norm(x).astype(x.dtype), "batch", None, None, None)
 
