@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
@@ -448,6 +449,23 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("systolic: ")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_loaded_again_takes_the_memory_of_one(tmp_path: Path) -> None:
+    encoder_folder(tmp_path / "vectors")
+    file, held = tmp_path / "vectors" / "config.json", []
+    config = json.loads(file.read_text())
+    with served(str(tmp_path / "vectors"), "--strict", "--model-control") as (url, process):
+        for number in range(7):
+            body = {"model": "vectors", "input": ["a cat", "the kitten sat"]}
+            assert httpx.post(f"{url}/v1/embeddings", json=body).status_code == 200
+            held.append(psutil.Process(process.pid).memory_info().rss >> 20)
+            file.write_text(json.dumps({**config, "note": number}))
+            load = f"{url}/v2/repository/models/vectors/load"
+            assert httpx.post(load, timeout=200).json()["loaded"] == ["1"]
+    # The old programs of 90 MiB may end a moment after the new ones came, but none stay of the six before.
+    assert held[-1] - held[0] < 130, held
 
 
 @pytest.mark.slow

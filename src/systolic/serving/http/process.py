@@ -22,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.machine import trim
 from systolic.core.ranges import NOT_NEGATIVE, Range, check
 from systolic.serving.http.app import RequestMiddleware, application
 from systolic.serving.http.keys import Keys
@@ -318,6 +319,8 @@ class Process(uvicorn.Server):
             whole = state.registry.retire(name, version, self.address.grace_seconds)
             state.metrics.forget(name, version)
             self.log.write("retired", model=name, version=version, whole=whole)
+        if renewal.added or renewal.gone:
+            trim()
         return next(iter(reasons.values()), None)
 
     def load(self, name: str) -> ReloadPlan:
