@@ -17,6 +17,7 @@ from systolic.core.machine import (
     num_cores,
     set_up_xla,
     sound_flags,
+    takes_advice,
 )
 from systolic.core.reporter import reporting
 from systolic.planning.goal import compiles_at_once
@@ -141,3 +142,42 @@ def test_a_jaxlib_that_fuses_convolutions_wrongly_is_told_not_to(
     set_up_xla()
     more = "--xla_cpu_experimental_ynn_fusion_type=dot,individual_dot,individual_convolution"
     assert os.environ["XLA_FLAGS"].split() == [*given.split(), *([more] if sound else [])]
+
+
+TELLING = """import os
+from pathlib import Path
+from systolic.core.errors import OptionError
+
+def job() -> None:
+    \"\"\"Says where it runs.\"\"\"
+    said = f"{os.getpid()} {os.environ.get('GLIBC_TUNABLES')}"
+    Path(__file__).with_name("said").write_text(said)
+    raise OptionError("said")
+"""
+
+
+@pytest.mark.parametrize("given", ["", "glibc.malloc.hugetlb=0", "glibc.malloc.trim_threshold=1"])
+def test_training_takes_huge_pages_in_the_same_process(tmp_path: Path, given: str) -> None:
+    (tmp_path / "recipe.py").write_text(TELLING)
+    words = [sys.executable, "-m", "systolic", "train", f"{tmp_path / 'recipe.py'}:job"]
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    env |= {"GLIBC_TUNABLES": given} if given else {}
+    child = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    _, said = child.communicate()
+    assert (child.returncode, said.strip()) == (2, "systolic: said [option]")
+    pid, tunables = (tmp_path / "said").read_text().split(" ", 1)
+    assert int(pid) == child.pid
+    if "hugetlb" in given or not takes_advice():
+        assert tunables == (given or "None")
+    else:
+        assert tunables == ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))
+
+
+def test_huge_pages_are_asked_for_where_the_kernel_leaves_the_choice(tmp_path: Path) -> None:
+    mode = tmp_path / "enabled"
+    mode.write_text("[always] madvise never\n")
+    assert not takes_advice(mode)
+    assert not takes_advice(tmp_path / "nothing")
+    mode.write_text("always [madvise] never\n")
+    version = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split(".")))
+    assert takes_advice(mode) == (version >= (2, 35))

@@ -18,7 +18,7 @@ from systolic.cli.forms import (
 )
 from systolic.core.arguments import WRITTEN_HERE, check_local
 from systolic.core.errors import OptionError, SystolicError, nearest
-from systolic.core.machine import set_up_xla
+from systolic.core.machine import set_up_xla, take_huge_pages
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporting
 from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
@@ -433,6 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """The ``systolic`` command: ends this process with the exit code of :func:`main`."""
+    take_huge_pages()
     remember_interrupts()
     leave(main())
 
