@@ -105,15 +105,16 @@ def onnx(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 
 
 def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
-    """The programs of ``systolic generate``."""
-    from systolic.inference.latency import CallSizes, timed_call
-    from systolic.inference.model import keep_programs, prepare_model
+    """The steps of ``systolic serve``, which ``systolic generate`` runs too for one text of a large model on a CPU."""
+    from systolic.comparing.speeds import server_call
+    from systolic.formats.source import open_source
+    from systolic.inference.latency import CallSizes
+    from systolic.inference.model import from_source, keep_programs
 
     keep_programs()
-    prepared = prepare_model(path)
     rows = len(next(iter(inputs.values())))
     sizes = CallSizes(rows=rows, prompt_tokens=sequence, output_tokens=NEW_TOKENS)
-    call = timed_call(prepared.setup.steps, prepared.read(), sizes)
+    call = server_call(from_source(open_source(path)), sizes)
     return lambda: call.seconds(time.perf_counter)
 
 

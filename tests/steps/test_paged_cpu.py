@@ -1,6 +1,7 @@
 """A step in bfloat16 on a CPU: its numbers, and that XLA converts neither its weights nor its pages to float32."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from systolic.formats.matrices import whole
+from systolic.job import WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import Turned, codes_product, integer_product, plain_product
 from systolic.steps.paged import PagedSteps, StepInput, StepShape, paged_target
@@ -109,11 +112,13 @@ def test_a_plain_product_is_the_einsum(spec: str, given, matrix, dtype: str) -> 
     )
 
 
-@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 70])
 @pytest.mark.parametrize(
     ("spec", "given", "matrix", "inputs"),
     [
         ("bsd,df->bsf", (8,), (8, 6), 1),
+        ("bsd,df->bsf", (8,), (8, 12), 1),
+        ("bsd,df->bsf", (8,), (8, 7), 1),
         ("bsd,dhe->bshe", (8,), (8, 2, 4), 1),
         ("bshe,hed->bsd", (2, 4), (2, 4, 6), 2),
     ],
@@ -193,3 +198,32 @@ def test_weights_of_16_bits_are_held_as_float32_and_pages_are_not() -> None:
     assert {a.dtype.name for a in jax.tree.leaves(pages)} == {"uint16"}
     assert "bf16[512,192]" not in program
     np.testing.assert_allclose(logits, exact(), atol=0.05 * np.abs(exact()).max())
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(1, 4), (2, 2), (3, 1)])
+def test_few_rows_read_outputs_of_int8_together(rows: int, joined: int) -> None:
+    """The kernel takes 4 rows at the price of one, and a row of the matrix costs more than its inputs: 4 x 1 and 2 x 2 rows are a product of 4."""
+    target = paged_target(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target)
+    codes = jax.ShapeDtypeStruct((320, 192), jnp.int8)
+    x = jax.ShapeDtypeStruct((rows, 1, 192), jnp.int8)
+
+    def run(x: jax.Array, codes: jax.Array) -> jax.Array:
+        return integer_product(target, "bsd,df->bsf", x, Turned(rows=codes, inputs=1))
+
+    program = jax.jit(run).lower(x, codes).compile().as_text()
+    products = re.findall(r"= s32\[([\d,]+)\]\S* dot\(", program)
+    assert products == [f"{320 // joined},4" if joined > 1 else f"{rows},320"]
+
+
+@pytest.mark.parametrize("kind", [WeightFormat.int8, WeightFormat.w8a8])
+def test_a_step_of_int8_has_all_codes_as_left_operands(kind: WeightFormat) -> None:
+    """One text is two rows of digits, or with W8A8 one row but for the vocabulary: codes of 2 or 4 outputs in one row."""
+    model = replace(MODEL, tie_embeddings=False)
+    job = replace(tiny.job(layout=tiny.ONE_DEVICE, model=model), quantization=whole(model, kind))
+    paged = PagedSteps(tiny.steps(job), SIZE)
+    program = step_text(paged, 1)
+    products = re.findall(r"= s32\[(\d+),4\]\S* dot\(", program)
+    joined = 4 if kind is WeightFormat.w8a8 else 2
+    layer = [size // joined for size in (192, 64, 64, 192, 320, 320, 192)]
+    assert sorted(map(int, products)) == sorted([*layer, 512 // 2])
+    assert not re.findall(r"= s8\[\d{3,},\d{3,}\]\S* (?:copy|transpose)\(", program)
