@@ -28,6 +28,7 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.models.adapters import columns_kept
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -236,19 +237,32 @@ class StepInput(NamedTuple):
     """int32[texts]."""
     table: jax.Array
     """int32[texts, pages]."""
+    adapters: jax.Array
+    """int32[texts]: number of each text's adapter, 0 for none; [] where the program has none."""
 
     @classmethod
-    def sizes(cls, shape: StepShape, history: int) -> "list[tuple[int, ...]]":
+    def sizes(cls, shape: StepShape, history: int, adapters: int = 0) -> "list[tuple[int, ...]]":
         """Shapes of the arrays."""
         texts = shape.texts
         tokens, recent = (shape.tokens,), (shape.tokens, history)
-        return [tokens, (shape.rows,), recent, (texts,), (texts,), (texts, shape.pages)]
+        pages = (texts, shape.pages)
+        return [
+            tokens,
+            (shape.rows,),
+            recent,
+            (texts,),
+            (texts,),
+            pages,
+            (texts if adapters else 0,),
+        ]
 
     @classmethod
-    def unpacked(cls, packed: jax.Array, shape: StepShape, history: int) -> "StepInput":
+    def unpacked(
+        cls, packed: jax.Array, shape: StepShape, history: int, adapters: int = 0
+    ) -> "StepInput":
         """The arrays of one int32 array: what goes to the device in one copy."""
         parts, first = [], 0
-        for size in cls.sizes(shape, history):
+        for size in cls.sizes(shape, history, adapters):
             parts.append(packed[first : first + math.prod(size)].reshape(size))
             first += math.prod(size)
         return cls(*parts)
@@ -261,6 +275,7 @@ class PagedSteps:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
         cache: Format of keys and values.
+        adapters: Adapters that lie side by side in those of the job; 0: all texts have the job's own.
 
     Attributes:
         steps: Under the sharding rules of serving, with key-value heads that the mesh divides: see
@@ -272,9 +287,13 @@ class PagedSteps:
     """
 
     def __init__(
-        self, steps: StepFunctions, page_size: int, cache: ServedCache = ServedCache.plain
+        self,
+        steps: StepFunctions,
+        page_size: int,
+        cache: ServedCache = ServedCache.plain,
+        adapters: int = 0,
     ) -> None:
-        self.cache = cache
+        self.cache, self.adapters = cache, adapters
         self._model, target = steps.job.model, paged_target(steps.target)
         job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
@@ -475,7 +494,17 @@ class PagedSteps:
         )
         layers = list(zip(self._layers, weights.layers, strict=True))
         ends = self._ends(weights)
-        return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+        with columns_kept(self._columns(step_input.adapters, rows, chunk)):
+            return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+
+    def _columns(self, numbers: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array | None:
+        """bool[tokens, 1, rank]: columns of the adapter of each token's text."""
+        if not self.adapters:
+            return None
+        rank = self.steps.job.adapter.rank
+        owner = jnp.arange(rank) // (rank // self.adapters) + 1
+        by_token = jnp.concatenate([numbers[:rows], jnp.repeat(numbers[rows:], chunk[1])])
+        return by_token[:, None, None] == owner
 
 
 def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -54,6 +54,8 @@ class EngineSizes:
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
     speculate: int = 0
     """Tokens that are proposed for a text at once, from what it says already; 0 proposes none."""
+    adapters: int = 0
+    """Adapters side by side in those of the job, of which each text has one or none."""
     programs: tuple[int, int, int] = (5, 3, 3)
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
 
@@ -276,7 +278,7 @@ def plan_engine(
         data=data,
         sizes=sizes,
         context=context,
-        paged=PagedSteps(steps, sizes.page_size, sizes.cache),
+        paged=PagedSteps(steps, sizes.page_size, sizes.cache, sizes.adapters),
         buckets=_buckets(steps, sizes, context),
         store=store,
     )

@@ -214,7 +214,7 @@ class Programs:
         def ints(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
-        sizes = StepInput.sizes(shape, self.paged.history)
+        sizes = StepInput.sizes(shape, self.paged.history, self.paged.adapters)
         packed = ints(sum(math.prod(size) for size in sizes))
         return self._weights, self._pages, ints(self.slots + 1), packed
 
@@ -249,7 +249,7 @@ class Programs:
         chunk = (shape.chunks, shape.length)
 
         def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
-            inputs = StepInput.unpacked(packed, shape, self.paged.history)
+            inputs = StepInput.unpacked(packed, shape, self.paged.history, self.paged.adapters)
             return self.paged.score(weights, pages, latest, inputs, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
@@ -307,6 +307,7 @@ class Programs:
         outputs: tuple[Any, ...],
     ) -> TextProgram:
         sizes = {"page_size": self.paged.page_size}
+        sizes |= {"adapters": self.paged.adapters} if self.paged.adapters else {}
         spec = ProgramSpec(name=name, sizes=sizes, arguments=lowering[0], outputs=outputs)
         return TextProgram(where=where, key=key, spec=spec, lower=lowering[1])
 
@@ -611,6 +612,7 @@ class StepRunner:
         start = np.zeros(shape.texts, np.int32)
         count = np.zeros(shape.texts, np.int32)
         table = np.zeros((shape.texts, shape.pages), np.int32)
+        adapters = np.zeros(shape.texts, np.int32)
         for row, sequence in enumerate(decode):
             token = sequence.tokens[sequence.read]
             if token == PENDING:
@@ -618,6 +620,7 @@ class StepRunner:
             else:
                 tokens[row] = token
             start[row], count[row] = sequence.read, 1
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             if history:
                 self._recall(recent[row], sequence.tokens, sequence.read)
@@ -630,10 +633,12 @@ class StepRunner:
             size = len(text) - read
             tokens[first : first + size] = text[read:]
             start[row], count[row] = read, size
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             for place in range(size if history else 0):
                 self._recall(recent[first + place], text, read + place)
-        arrays = (tokens, slots, recent, start, count, table)
+        numbers = adapters if self.programs.paged.adapters else adapters[:0]
+        arrays = (tokens, slots, recent, start, count, table, numbers)
         return np.concatenate([array.reshape(-1) for array in arrays])
 
     def _fill(self, row: np.ndarray, sequence: Sequence) -> None:
