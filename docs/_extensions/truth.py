@@ -134,7 +134,9 @@ def front_table() -> str:
 def kinds_table() -> str:
     """What ``front.py`` prints of every kind of program."""
     front = modules()[0]
-    return "\n\n".join(filter(None, (front.kinds(), front.memory(), front.stale())))
+    return "\n\n".join(
+        filter(None, (front.kinds(), front.memory(), front.stale(), front.left_out()))
+    )
 
 
 def ranges_table() -> str:

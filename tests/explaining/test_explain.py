@@ -103,7 +103,7 @@ def test_the_name_of_a_recipe_is_explained_with_its_options(
     ("target", "options", "error", "said"),
     [
         (None, {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
-        (None, {"on": "cpu"}, OptionError, "cpu is a cpu, and a schedule to explain"),
+        (None, {"on": "cpu"}, OptionError, "cpu is a CPU, and a schedule to explain"),
         (
             None,
             {"on": "v5e-4", "remedies": -1},

@@ -13,7 +13,7 @@ from systolic.cli.forms import run_forms
 from systolic.cli.main import VERBS, main
 from systolic.core.errors import DataError
 from systolic.explaining.explainer import RecipeStep, StepExplainer
-from systolic.planning.flags import SETS
+from systolic.planning.candidate import SETS
 from systolic.runs.plan_choice import FORMAT
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"

@@ -31,6 +31,7 @@ from systolic.core.reporter import Reporter, reporting
 from systolic.forecasting import function as forecasting_function
 from systolic.forecasting.costs import by_op
 from systolic.forecasting.function import _flags, function_program
+from systolic.sim.timeline import PricedBy
 from tests.devices import virtual_devices
 
 ON = slice("v5e-4")
@@ -84,7 +85,8 @@ def test_mistakes_in_specs_are_one_line(given: Any, told: str) -> None:
 def test_flags_are_a_list_or_one_text() -> None:
     assert _flags("--xla_a=1 --xla_b='2 3'") == ("--xla_a=1", "--xla_b=2 3")
     assert _flags(["--xla_a=1"]) == ("--xla_a=1",)
-    assert _flags("") == ()
+    assert _flags("") == _flags("none") == _flags(["none"]) == ()
+    assert _flags("none --xla_a=1") == ("--xla_a=1",)
     with pytest.raises(OptionError, match="'xla_a=1' is no flag of the compiler; write --name="):
         _flags("xla_a=1")
 
@@ -488,3 +490,24 @@ def test_gathers_on_one_sparse_core_go_at_its_rate() -> None:
     on_core, beside = seconds.values()
     assert on_core == pytest.approx(88_080_384 / (2 * 86.8e9), rel=0.05)
     assert beside == pytest.approx(88_080_384 / 88e9)
+
+
+def test_a_gather_that_the_compiler_calls_on_sparse_cores_has_the_range_of_its_rule() -> None:
+    """TPU7x's compiler begins a call there, whose computation holds the gather."""
+    made = systolic.forecast(
+        lambda table, rows: table[rows],
+        array(1 << 20),
+        jax.ShapeDtypeStruct((16384,), jnp.int32),
+        on="tpu7x-8",
+        quick=True,
+    )
+    (span,) = (span for span in made.timeline.spans if span.lane == "sparse")
+    (wait,) = (span for span in made.timeline.spans if span.opcode == "wait async-start")
+    # 16,384 granules of 32 bytes and as many f32 that come out, at 3.69 TB/s of a core; copies reach 1 / 1.1 of it.
+    least = 16384 * (32 + 4) / 3.69e12
+    assert span.priced_by is PricedBy.gather
+    assert (span.low, span.high) == pytest.approx((least, 2 * 1.1 * least))
+    assert (wait.low, wait.high) == pytest.approx((span.low, span.high))
+    assert span.seconds == pytest.approx(1.1 * least)
+    assert made.timeline.by_rule[0] == pytest.approx(span.seconds)
+    assert any("the compiler has no cycles for them: gather" in note for note in made.notes)

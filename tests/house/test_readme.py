@@ -88,7 +88,7 @@ def test_its_accuracy_is_what_the_command_prints() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     table, _, rest = printed.partition("\n\n")
     assert table in README
-    for kind in ("own program", "rebuilt", "operation", "decode step"):
+    for kind in ("own program", "rebuilt", "operation", "rebuilt decode step"):
         assert f"| {kind} | all |" in rest
     assert "are forecast to fit." in rest
 

@@ -180,6 +180,14 @@ def test_cudnn_writes_no_gradient_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
     assert call[1] == "4"
 
 
+def test_a_sequence_over_several_gpus_is_not_cudnns() -> None:
+    """JAX's partitioner of its attention refuses one that is split ("Sharding on sequence dim is not allowed")."""
+    kernel, reason = choose_kernel("gpu", 1024, 1024, 64, context_ways=2)
+    assert kernel is Kernel.xla
+    assert "not 2 parts" in reason
+    assert choose_kernel("gpu", 1024, 1024, 64) == (Kernel.cudnn, "")
+
+
 @pytest.mark.parametrize(
     ("platform", "sequence", "head_dim", "word"),
     [("tpu", 100, 64, "128"), ("gpu", 128, 80 + 4, "multiple of 8")],

@@ -20,12 +20,10 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap, MemoryShortage
 from systolic.job import Job, Layout, Placement, Precision, Remat, Residual
 from systolic.planning.analytic import Facts, analyse, facts_of
-from systolic.planning.candidate import Candidate
-from systolic.planning.enumeration import Judge, Ranked
+from systolic.planning.candidate import DEFAULT, SETS, Candidate, FlagSet, joined
+from systolic.planning.enumeration import Judge, Ranked, margin_of
 from systolic.planning.fit_ladder import find_fit
-from systolic.planning.flags import DEFAULT, SETS, FlagSet, joined
 from systolic.planning.goal import Goal, Limits
-from systolic.planning.margin import margin_of
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of
 from systolic.planning.search import Search

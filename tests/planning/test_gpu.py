@@ -7,8 +7,7 @@ from systolic.compiling.gpu_compiler import compiler
 from systolic.core.units import Origin
 from systolic.job import Axis, Layout, Remat
 from systolic.planning.analytic import analyse, facts_of
-from systolic.planning.candidate import Candidate
-from systolic.planning.flags import sets_for
+from systolic.planning.candidate import Candidate, sets_for
 from systolic.planning.goal import Goal
 from systolic.planning.notes import GpuTimes, after_search
 from systolic.planning.plan import CompileDepth

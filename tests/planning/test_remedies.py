@@ -11,9 +11,16 @@ from systolic.core.errors import RunError
 from systolic.core.option_words import option_words
 from systolic.job import Layout, Remat
 from systolic.planning.analytic import facts_of
-from systolic.planning.candidate import Change, ChangedPart, compatible, layout_change, together
+from systolic.planning.candidate import (
+    SETS,
+    Change,
+    ChangedPart,
+    compatible,
+    joined,
+    layout_change,
+    together,
+)
 from systolic.planning.fit_ladder import difference
-from systolic.planning.flags import SETS, joined
 from systolic.planning.remedies import Remedy, base_of, changes, training_changes, try_all
 from systolic.planning.space import check
 from tests.planning import fabricated

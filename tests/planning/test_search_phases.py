@@ -12,10 +12,9 @@ from systolic.core.errors import MissingExtraError
 from systolic.forecasting import Forecast
 from systolic.job import Job, Precision
 from systolic.planning.analytic import analyse
-from systolic.planning.candidate import Candidate
+from systolic.planning.candidate import DEFAULT, Candidate
 from systolic.planning.display import readings
 from systolic.planning.display.text import text
-from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal, Objective
 from systolic.planning.notes import after_search
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking

@@ -9,8 +9,7 @@ from systolic.chips.flags import shared_flags
 from systolic.job import Axis, Batch, Job, Layout, Precision, Remat, Residual
 from systolic.job.layout import Group
 from systolic.models.decoder.config import Decoder
-from systolic.planning.candidate import layout_change, together
-from systolic.planning.flags import DEFAULT, SETS, joined, sets_for
+from systolic.planning.candidate import DEFAULT, SETS, joined, layout_change, sets_for, together
 from systolic.planning.goal import front, span
 from systolic.planning.space import Freedom, candidates, check, meshes
 from systolic.planning.variants import changes

@@ -11,10 +11,10 @@ from systolic.chips import chip, slice
 from systolic.chips.flags import UNRANKED, name_of, unranked
 from systolic.forecasting.comparison import ComparedForecast, unlike
 from systolic.job import Remat
+from systolic.planning.candidate import SETS
 from systolic.planning.display import readings
 from systolic.planning.display.page import render
 from systolic.planning.display.text import lines, text
-from systolic.planning.flags import SETS
 from systolic.planning.goal import Goal, Objective
 from systolic.planning.notes import BaseFlags
 from systolic.planning.plan import PAIRED_ERROR, Plan, ranking
@@ -44,7 +44,7 @@ def test_of_a_tie_the_simplest_is_first() -> None:
     assert said["candidates"][0] == said["best"]
     shown = plain(lines(made, Path("plan.json"), 100))
     (line,) = [one for one in shown if "can't tell" in one]
-    assert line.strip().startswith(f"1 to 3 lie within {PAIRED_ERROR:.1%}: ")
+    assert line.strip().startswith(f"1 to 3 lie within {PAIRED_ERROR:.1%} (1 sigma): ")
     assert len(line) <= 100
     assert f"{line.strip()}." in html.unescape(render(made, Path("plan.json")))
 

@@ -215,3 +215,63 @@ def test_a_mask_that_is_a_bias_costs_the_gradients_of_all_scores() -> None:
     assert biased.seconds - plain.seconds == pytest.approx(LAYERS * more, rel=1e-6)
     assert BIASED in biased.notes
     assert BIASED not in plain.notes
+
+
+def product(line: str, dtype: str) -> Timeline:
+    """A schedule of one product of two squares of 8,192."""
+    square = f"{dtype}[8192,8192]{{1,0}}"
+    return simulate(
+        parse(f"""HloModule step, is_scheduled=true
+
+ENTRY %main (p0: {square[:-5]}, p1: {square[:-5]}) -> {square[:-5]} {{
+  %p0 = {square} parameter(0)
+  %p1 = {square} parameter(1)
+  ROOT %out = {square} {line}
+}}
+"""),
+        slice("1xh100"),
+    )
+
+
+CALL = """custom-call(%p0, %p1), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"precision_config":{"operand_precision":["HOW","HOW"],"algorithm":"ALG_UNSET"}}}"""
+DOT = "dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+CUBE = 2.0 * 8192**3
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype", "form", "flops", "peak"),
+    [
+        (CALL.replace("HOW", "DEFAULT"), "f32", "tf32", CUBE, 494.7e12),
+        (CALL.replace("HOW", "HIGH"), "f32", "tf32", CUBE, 494.7e12),
+        (CALL.replace("HOW", "HIGHEST"), "f32", "f32", CUBE, 66.9e12),
+        (CALL.replace("HOW", "DEFAULT"), "c64", "tf32", 4 * CUBE, 494.7e12),
+        (CALL.replace("HOW", "HIGHEST"), "c64", "f32", 4 * CUBE, 66.9e12),
+        (CALL.replace("HOW", "DEFAULT"), "c128", "f64", 4 * CUBE, 66.9e12),
+        (DOT, "s32", "integer", CUBE, 33.45e12),
+        (f"{DOT}, operand_precision={{highest,highest}}", "f32", "f32", CUBE, 66.9e12),
+    ],
+)
+def test_a_product_takes_the_time_of_its_own_format(line, dtype, form, flops, peak) -> None:
+    """At most the peak, and at least half of it."""
+    timeline = product(line, dtype)
+    assert timeline.flops_by_format == {form: flops}
+    (span, _), *_ = timeline.leaves()
+    assert flops / peak <= span.seconds < 2.3 * flops / peak
+
+
+def test_a_depthwise_convolution_moves_its_arrays() -> None:
+    """Images in and out, 64 x 56 x 56 x 256 in bf16, at 3,350 GB/s: 0.0613 ms."""
+    images, kernel = "bf16[64,56,56,256]{3,2,1,0}", "bf16[3,3,1,256]{3,2,1,0}"
+    timeline = simulate(
+        parse(f"""HloModule step, is_scheduled=true
+
+ENTRY %main (p0: bf16[64,56,56,256], p1: bf16[3,3,1,256]) -> (bf16[64,56,56,256], u8[0]) {{
+  %p0 = {images} parameter(0)
+  %p1 = {kernel} parameter(1)
+  ROOT %out = ({images}, u8[0]{{0}}) custom-call(%p0, %p1), custom_call_target="__cudnn$convForward", window={{size=3x3 pad=1_1x1_1}}, dim_labels=b01f_01io->b01f, feature_group_count=256
+}}
+"""),
+        slice("1xh100"),
+    )
+    (span, _), *_ = timeline.leaves()
+    assert span.seconds >= 2 * 64 * 56 * 56 * 256 * 2 / 3350e9

@@ -1,5 +1,9 @@
 """Prices of a GPU's kernels: by hand, and that what must grow grows."""
 
+import random
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from systolic.chips import chip, slice
@@ -76,7 +80,7 @@ def test_attention_of_a_published_shape() -> None:
 
 def test_a_window_leaves_work_out_and_one_query_sees_all_keys() -> None:
     assert attention(window=1024) < attention() / 4
-    assert gpu.keys_seen(1, 4096, causal=True, window=0) == 4096
+    assert gpu.keys_seen(1, 4096, causal=False, window=0) == 4096
     assert gpu.keys_seen(4096, 4096, causal=False, window=0) == 4096
     # The lower triangle, with half of a tile of 390 along it.
     assert gpu.keys_seen(4096, 4096, causal=True, window=0) == (4096 + 390) / 2
@@ -124,3 +128,80 @@ def test_a_gather_over_machines_is_a_ring_through_all_cards() -> None:
 def test_a_chip_without_its_multiprocessors_says_so() -> None:
     with pytest.raises(NotFoundError, match="the catalogue has no num_sms of l4"):
         gpu.matmul_seconds(chip("l4"), 1, 256, 256, 256, "bf16", "bf16", "bf16")
+
+
+PEAKS = {
+    ("f32", "f32", True): 132 * 128 * 2 * 1.98e9,
+    ("f32", "f32", False): 494.7e12,
+    ("c64", "c64", False): 494.7e12 / 4,
+    ("c64", "c64", True): 132 * 128 * 2 * 1.98e9 / 4,
+    ("c128", "c128", False): 132 * 128 * 2 * 1.98e9 / 4,
+    ("f64", "f64", False): 132 * 128 * 2 * 1.98e9,
+    ("s32", "s32", False): 132 * 64 * 2 * 1.98e9,
+    ("s8", "s8", False): 1979e12,
+    ("bf16", "bf16", False): 989e12,
+    ("f8e4m3fn", "f8e4m3fn", False): 1979e12,
+}
+"""Products of two operands an H100 does a second, 2 FLOPs each, by dtypes and whether f32 is multiplied as such."""
+BYTES = {"f32": 4, "c64": 8, "c128": 16, "f64": 8, "s32": 4, "s8": 1, "bf16": 2, "f8e4m3fn": 1}
+
+
+def test_no_matmul_beats_the_peak_of_its_format_or_the_memory() -> None:
+    """Of random sizes: 2 x b x m x n x k FLOPs, and every array moved once at 3,350 GB/s."""
+    draw = random.Random(92)
+    for (lhs, rhs, highest), peak in PEAKS.items():
+        for _ in range(20):
+            b, m, n, k = (2 ** draw.randrange(top) + draw.randrange(3) for top in (4, 14, 14, 14))
+            seconds = gpu.matmul_seconds(H100, b, m, n, k, lhs, rhs, lhs, highest=highest)
+            moved = BYTES[lhs] * b * (m * k + k * n + m * n)
+            assert seconds >= max(2 * b * m * n * k / peak, moved / 3350e9), (lhs, b, m, n, k)
+
+
+def test_no_attention_or_elementwise_kernel_beats_the_peak_or_the_memory() -> None:
+    """Attention's two products of all keys; an elementwise kernel's or a sum's bytes, and a clock of an f32 lane an operation."""
+    draw = random.Random(92)
+    for _ in range(50):
+        tokens, heads, width = (2 ** draw.randrange(*ends) for ends in ((4, 15), (0, 6), (5, 9)))
+        seconds = attention(
+            heads=heads,
+            kv_heads=heads,
+            q_len=tokens,
+            kv_len=tokens,
+            head_dim=width,
+            causal=False,
+        )
+        flops, moved = 4 * heads * tokens**2 * width, 8 * heads * tokens * width
+        assert seconds >= max(flops / 989e12, moved / 3350e9)
+        read, written, each = (float(2 ** draw.randrange(34)) for _ in range(3))
+        lanes = 132 * 128 * 1.98e9
+        least = max((read + written) / 3350e9, each / lanes)
+        assert gpu.elementwise_seconds(H100, read, written, each) >= least
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [("h100", "f64", 66.9), ("a100", "f64", 19.5), ("b200", "f64", 37.2), ("a100", "f32", 19.5)],
+)
+def test_peaks_outside_the_narrow_formats(name: str, dtype: str, teraflops: float) -> None:
+    peak = gpu.peak_flops(chip(name), dtype, dtype, highest=True)
+    assert peak == pytest.approx(teraflops * 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 40])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(32, 32), (8, 64), (64, 8), (1, 16)])
+def test_the_pairs_that_a_mask_leaves_are_those_of_jax(
+    q_len: int, kv_len: int, window: int
+) -> None:
+    """By the scores that reach the result of attention with one-hot values; half a pair a query on each edge of the mask."""
+    q, k = jnp.zeros((1, q_len, 1, kv_len)), jnp.zeros((1, kv_len, 1, kv_len))
+    v = jnp.eye(kv_len)[None, :, None]
+    seen = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=(window - 1, 0) if window else None
+    )
+    rows = range(q_len)
+    held = [range(max(0, i - window + 1) if window else 0, min(i + 1, kv_len)) for i in rows]
+    for i, keys in enumerate(held):
+        if keys:
+            assert set(jnp.flatnonzero(seen[0, i, 0]).tolist()) == set(keys)
+    pairs = gpu.pairs_seen(q_len, kv_len, True, window)
+    assert pairs == pytest.approx(sum(len(keys) for keys in held), abs=min(q_len, kv_len) / 2)

@@ -56,3 +56,19 @@ ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {{
     assert note.startswith("trips that the program leaves open: while.0 counted once")
     assert f"and {count - 3} more;" in note or count <= 3
     assert 'give them with --trips while.0=100, in Python trips={"while.0": 100}' in note
+
+
+def test_a_forecast_names_the_clock_that_it_assumes() -> None:
+    module = parse("""HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024] parameter(0)
+  ROOT %y = f32[1024,1024] negate(%x)
+}
+""")
+    (note,) = (note for note in simulate(module, slice("tpu7x-8")).notes if "GHz" in note)
+    assert note.startswith("assumes tpu7x's default power state 3, 1.962 GHz; ")
+    assert "have state 7, 2.2 GHz: --flags=--xla_tpu_dvfs_p_state=7" in note
+    chosen = simulate(module, slice("tpu7x-8"), flags=["--xla_tpu_dvfs_p_state=7"])
+    other = simulate(module, slice("v6e-8"))
+    assert not any("GHz" in note for note in (*chosen.notes, *other.notes))

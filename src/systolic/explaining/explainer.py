@@ -442,7 +442,7 @@ def _check_scheduled(on: Slice) -> None:
         return
     way = advice(on) if on.platform == "gpu" else ""
     raise OptionError(
-        f"{on.name} is a {on.platform}, and a schedule to explain comes from its own compiler; {way or 'systolic forecast shows its time'}"
+        f"{on.name} is a {on.platform.upper()}, and a schedule to explain comes from its own compiler; {way or 'systolic forecast shows its time'}"
     )
 
 

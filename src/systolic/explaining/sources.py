@@ -48,7 +48,7 @@ _KINDS = {
 
 
 class _StepDevice(TypedDict):
-    """What a :class:`Step` knows of its device."""
+    """Facts of the device of a :class:`Step`."""
 
     peak: Callable[[str], float | None]
     mxu_width: int
@@ -74,7 +74,7 @@ def _device(on: Slice) -> _StepDevice:
 
     @cache
     def reached(dtype: str) -> float:
-        seconds = gpu.matmul_seconds(on.chip, 1, *(LARGE,) * 3, dtype, dtype, "bf16")
+        seconds = gpu.matmul_seconds(on.chip, 1, LARGE, LARGE, LARGE, dtype, dtype, "bf16")
         return 2.0 * LARGE**3 / seconds
 
     return _StepDevice(

@@ -14,6 +14,7 @@ import numpy as np
 
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
+from systolic.chips.flags import NONE
 from systolic.compiling import Compiler, FunctionProgram
 from systolic.compiling.pickled import MeshFound, SentValue, packed
 from systolic.compiling.restored import Key, is_pmapped, key_of, shape_text
@@ -80,7 +81,7 @@ def forecast_function(  # noqa: PLR0913
         model_flops: FLOPs that the mathematics needs, for the MFU.
         units: What a call works off, ``("tokens", 1 << 20)``.
         flags: libtpu's, such as ``--xla_tpu_scoped_vmem_limit_kib=65536``: a list, or one text. By
-            default none, as your own program has them.
+            default ``none``, XLA's defaults, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
         trips: Trips of loops that depend on data: ``{"while.5": 100}``, by the loop's name in the forecast's notes or
@@ -129,6 +130,7 @@ def forecast_function(  # noqa: PLR0913
 
 def _flags(words: str | Sequence[str]) -> tuple[str, ...]:
     flags = tuple(shlex.split(words) if isinstance(words, str) else words)
+    flags = tuple(flag for flag in flags if flag != NONE)
     for flag in flags:
         if not flag.startswith("--"):
             raise OptionError(f"{flag!r} is no flag of the compiler; write {FLAGS}")

@@ -119,6 +119,8 @@ def interval_of(
     by_generation = schedules.get(schedule.value) or schedules[ScheduleDetail.quick.value]
     row = by_generation.get(generation)
     where = generation if row is not None else f"all generations, too few on {generation}"
+    if row is None and kind is ResultKind.decode:
+        where = f"v5e, none on {generation}"
     row = row if row is not None else by_generation[ALL]
     text = f"{row['held']} of {row['rows']} {MEASURED[kind]} on {where}"
     if kind is ResultKind.rebuilt:

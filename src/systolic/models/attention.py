@@ -149,6 +149,11 @@ def choose_kernel(
             )
         return Kernel.splash, ""
     if platform == "gpu":
+        if context_ways > 1:
+            return (
+                Kernel.xla,
+                f"cuDNN attention takes whole sequences, not {context_ways} parts of one on as many devices: using plain attention, whose memory grows with the square of the sequence",
+            )
         if head_dim % 8 or head_dim > 128:
             return (
                 Kernel.xla,

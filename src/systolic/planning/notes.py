@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.planning.analytic import Facts
+from systolic.planning.enumeration import Margin
 from systolic.planning.goal import Goal, Objective, PriceTerm
-from systolic.planning.margin import Margin
 from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
 from systolic.planning.space import Freedom, RefusalRule, Refused, global_batch
 from systolic.sim.calibration import Calibration

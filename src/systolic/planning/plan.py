@@ -19,7 +19,7 @@ from systolic.report.notebook import notebook_html
 from systolic.runs.plan_choice import FORMAT
 
 if TYPE_CHECKING:
-    from systolic.planning.margin import Margin
+    from systolic.planning.enumeration import Margin
     from systolic.planning.notes import PlanNote
     from systolic.planning.wall import Wall
 

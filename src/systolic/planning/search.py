@@ -27,11 +27,17 @@ from systolic.forecasting.run import of_outcome
 from systolic.job import Job
 from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, Facts, analyse, capacity
-from systolic.planning.candidate import Candidate, ChangedPart
-from systolic.planning.enumeration import Judge, Kind, Neighbour, Ranked, Survey, neighbours
-from systolic.planning.flags import joined
+from systolic.planning.candidate import Candidate, ChangedPart, joined
+from systolic.planning.enumeration import (
+    Judge,
+    Kind,
+    Neighbour,
+    Ranked,
+    Survey,
+    margin_of,
+    neighbours,
+)
 from systolic.planning.goal import Goal, Limits, days
-from systolic.planning.margin import margin_of
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking, simplest_first
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.variants import like

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from systolic.job import Axis, Job, Placement, Remat, Residual
 from systolic.job.layout import Group
-from systolic.planning.candidate import Candidate, Change, layout_change
-from systolic.planning.flags import DEFAULT, sets_for
+from systolic.planning.candidate import DEFAULT, Candidate, Change, layout_change, sets_for
 
 BLOCKS = (1024, 2048)
 TILES = (4, 8)

@@ -30,6 +30,11 @@ LEAST_DEPTH: int = constant("gpu.split_depth")
 """Least contracted dim of a part."""
 MATMUL_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.matmul_share")
 TF32_SHARE: float = constant("gpu.tf32_share")
+F64_LANES: Mapping[str, int] = constant("gpu.f64_lanes")
+"""Multiply-adds of f64 a clock and multiprocessor, by compute capability; elsewhere as many as f32 lanes."""
+INTEGER_LANES: int = constant("gpu.integer_lanes")
+_NARROW = ("s8", "u8", "s4", "u4")
+_INTEGERS = frozenset({"s16", "u16", "s32", "u32", "s64", "u64", "pred", *_NARROW})
 STEP_SHARE: float = constant("gpu.step_share")
 SUSTAINED_SHARE: Mapping[str, Mapping[str, float]] = constant("gpu.sustained_share")
 MEMORY_SHARE: float = constant("gpu.memory_share")
@@ -66,26 +71,31 @@ class AttentionCall(TypedDict):
 
 
 def matmul_seconds(
-    chip: Chip, batch: int, m: int, n: int, k: int, lhs: str, rhs: str, out: str
+    chip: Chip, batch: int, m: int, n: int, k: int, *dtypes: str, highest: bool = False
 ) -> float:
-    """Seconds of ``batch`` products ``[m, k] @ [k, n]`` of these HLO dtypes in a step that keeps all GPUs at work.
+    """Seconds of ``batch`` products ``[m, k] @ [k, n]``, of HLO dtypes of operands and result, in a step that keeps all GPUs at work.
 
     No less than its FLOPs take at the clock that the power limit leaves, beside the collectives. A convolution is the product
     of its window's elements: ``m`` output positions, ``k`` window elements x channels.
     """
-    in_step = 2.0 * batch * m * n * k / (sustained_flops(chip, lhs, rhs) * STEP_SHARE)
-    return max(matmul_alone_seconds(chip, batch, m, n, k, lhs, rhs, out), in_step)
+    lhs, rhs, _ = dtypes
+    flops = 2.0 * real_products(lhs, rhs) * batch * m * n * k
+    in_step = flops / (sustained_flops(chip, lhs, rhs, highest) * STEP_SHARE)
+    alone = matmul_alone_seconds(chip, batch, m, n, k, *dtypes, highest=highest)
+    return max(alone, in_step)
 
 
 def matmul_alone_seconds(
-    chip: Chip, batch: int, m: int, n: int, k: int, lhs: str, rhs: str, out: str
+    chip: Chip, batch: int, m: int, n: int, k: int, *dtypes: str, highest: bool = False
 ) -> float:
     """Seconds of these products at the highest clock, as a kernel has them that runs alone for a moment.
 
     The result is cut into tiles, which the multiprocessors take in waves; ``k`` too, where there are too few tiles for them. The
     fastest cut counts, or the bytes where they take longer.
     """
-    of_one = peak_flops(chip, lhs, rhs) * _share(MATMUL_SHARE, chip, lhs, rhs) / _num_sms(chip)
+    lhs, rhs, out = dtypes
+    reached = peak_flops(chip, lhs, rhs, highest) * _share(MATMUL_SHARE, chip, lhs, rhs, highest)
+    of_one = reached / real_products(lhs, rhs) / _num_sms(chip)
     tiled = min(
         _tiled(chip, of_one, (batch, m, n, k), tile, parts)
         for tile in TILES
@@ -153,15 +163,27 @@ def _attention(chip: Chip, call: AttentionCall, pace: float) -> float:
 
 def keys_seen(q_len: int, kv_len: int, causal: bool, window: int) -> float:
     """Keys that a query computes scores with, on average: its tile on the diagonal counts whole."""
-    if window and window < kv_len:
-        within = min(window, q_len)
-        return min(window * (1 - within / (2 * q_len)) + DIAGONAL / 2, kv_len)
-    if causal and q_len > 1:
-        before = kv_len - min(
-            q_len, kv_len
-        )  # an earlier part of the sequence, which every query sees
-        return min(before + (min(q_len, kv_len) + DIAGONAL) / 2, kv_len)
-    return float(kv_len)
+    seen = pairs_seen(q_len, kv_len, causal, window) / q_len
+    if seen < kv_len:
+        seen += DIAGONAL / 2 * min(q_len, kv_len) / q_len
+    return min(seen, kv_len)
+
+
+def pairs_seen(q_len: int, kv_len: int, causal: bool, window: int) -> float:
+    """Pairs of a query and a key that a mask leaves, half of those on its diagonal.
+
+    Query ``i`` sees keys up to ``i`` and its window's last ones, whatever the numbers of both, as :mod:`jax.nn`'s masks and
+    cuDNN's have it: the first query sees the first key only.
+    """
+    if not causal and not window:
+        return float(q_len * kv_len)
+    before = _below_diagonal(max(q_len - window, 0), kv_len) if window else 0.0
+    return _below_diagonal(q_len, kv_len) - before
+
+
+def _below_diagonal(q_len: int, kv_len: int) -> float:
+    square = min(q_len, kv_len)
+    return square * square / 2 + (q_len - square) * kv_len
 
 
 def elementwise_seconds(
@@ -217,19 +239,25 @@ def memory_rate(chip: Chip) -> float:
     return _known(chip, "hbm_bytes_per_second") * MEMORY_SHARE
 
 
-def peak_flops(chip: Chip, lhs: str, rhs: str) -> float:
-    """Published dense peak of matmuls with operands of these HLO dtypes; f32 runs as TF32, JAX's default.
+def peak_flops(chip: Chip, lhs: str, rhs: str, highest: bool = False) -> float:
+    """Dense peak of matmuls with operands of these HLO dtypes, in real operations.
+
+    f32 runs as TF32, JAX's default, or on the f32 lanes at the precision ``highest``.
 
     Raises:
         NotFoundError: the catalogue lacks the peak.
     """
     bf16 = _known(chip, "peak_bf16_flops_per_second")
-    match _format(lhs, rhs):
+    match matmul_format(lhs, rhs, highest):
         case "f64":
-            # As many as f32 lanes have, on the tensor cores (66.9e12 of H100, both).
-            lanes = _num_sms(chip) * (chip.f32_lanes_per_sm or 0)
-            return 2.0 * lanes * (chip.clock_hz or 0.0) or bf16 / 32
+            # Where no table says else, as many as f32 lanes have, on the tensor cores (66.9e12 of H100, both).
+            lanes = F64_LANES.get(chip.compute_capability or "", chip.f32_lanes_per_sm or 0)
+            return _on_lanes(chip, lanes) or bf16 / 32
         case "f32":
+            return _on_lanes(chip, chip.f32_lanes_per_sm or 0) or bf16 / 16
+        case "integer":
+            return _on_lanes(chip, INTEGER_LANES) or bf16 / 32
+        case "tf32":
             return chip.peak_tf32_flops_per_second or bf16 * TF32_SHARE
         case "fp8":
             return chip.peak_fp8_flops_per_second or bf16
@@ -238,27 +266,48 @@ def peak_flops(chip: Chip, lhs: str, rhs: str) -> float:
     return bf16
 
 
-def sustained_flops(chip: Chip, lhs: str, rhs: str) -> float:
+def _on_lanes(chip: Chip, lanes: int) -> float:
+    """Operations/s of so many lanes of each multiprocessor, 2 a multiply-add; 0 where the clock is not known."""
+    return 2.0 * (chip.num_sms or 0) * lanes * (chip.clock_hz or 0.0)
+
+
+def sustained_flops(chip: Chip, lhs: str, rhs: str, highest: bool = False) -> float:
     """FLOP/s of matmuls in these dtypes under the power limit, whatever their shape."""
-    return peak_flops(chip, lhs, rhs) * _share(SUSTAINED_SHARE, chip, lhs, rhs)
+    share = _share(SUSTAINED_SHARE, chip, lhs, rhs, highest)
+    return peak_flops(chip, lhs, rhs, highest) * share
 
 
-def _format(lhs: str, rhs: str) -> str:
-    """Number format of the tensor cores: that of the wider operand."""
+def real_products(lhs: str, rhs: str) -> int:
+    """Real multiply-adds of a multiply-add of these dtypes: four of complex numbers."""
+    return 4 if lhs.startswith("c") or rhs.startswith("c") else 1
+
+
+def matmul_format(lhs: str, rhs: str, highest: bool = False) -> str:
+    """Number format in which a matmul computes, that of the wider operand: ``integer`` and ``f32`` are not the tensor cores'."""
+    operands = {lhs, rhs}
     if lhs.startswith("f8") and rhs.startswith("f8"):
         return "fp8"
-    if lhs in ("s8", "u8") and rhs in ("s8", "u8"):
+    if operands <= set(_NARROW):
         return "int8"
-    for wide in ("f64", "f32"):
-        if wide in (lhs, rhs):
-            return wide
+    if operands <= _INTEGERS:
+        return "integer"
+    if operands & {"f64", "c128"}:
+        return "f64"
+    if operands & {"f32", "c64"}:
+        return "f32" if highest else "tf32"
     return "bf16"
 
 
-def _share(table: Mapping[str, Mapping[str, float]], chip: Chip, lhs: str, rhs: str) -> float:
-    """Share of the peak by compute capability and number format; that of ``all`` where one was not measured."""
+def _share(
+    table: Mapping[str, Mapping[str, float]], chip: Chip, lhs: str, rhs: str, highest: bool
+) -> float:
+    """Share of the peak by compute capability and number format; that of ``all`` where one was not measured.
+
+    The tables' f32 is TF32. The lanes' share is assumed to be that of f64, which power does not hold either.
+    """
     row = table.get(chip.compute_capability or "", {})
-    form = _format(lhs, rhs)
+    form = matmul_format(lhs, rhs, highest)
+    form = {"tf32": "f32", "f32": "f64", "integer": "f64"}.get(form, form)
     return row.get(form) or table["all"].get(form) or table["all"]["bf16"]
 
 

@@ -53,20 +53,18 @@ class MatmulSizes:
     k: int
     dtypes: tuple[str, str, str]
     """HLO dtypes of both operands and the result."""
+    highest: bool = False
+    """Whether f32 is to be multiplied as such, not as TF32."""
 
     @property
     def flops(self) -> float:
-        """FLOPs, 2 a multiply-add."""
-        return 2.0 * self.batch * self.m * self.n * self.k
+        """FLOPs, 2 a multiply-add, 8 one of complex numbers."""
+        return 2.0 * gpu.real_products(*self.dtypes[:2]) * self.batch * self.m * self.n * self.k
 
 
 def attention_flops(call: AttentionCall) -> float:
     """FLOPs of a call of attention: two matmuls forward and five backward, of the pairs of tokens that its mask leaves."""
-    pairs = float(call["q_len"] * call["kv_len"])
-    if call["window"]:
-        pairs = min(pairs, float(call["q_len"] * call["window"]))
-    elif call["causal"]:
-        pairs /= 2
+    pairs = gpu.pairs_seen(call["q_len"], call["kv_len"], call["causal"], call["window"])
     products = 10.0 if call["backward"] else 4.0
     return products * call["batch"] * call["heads"] * call["head_dim"] * pairs
 
@@ -183,12 +181,12 @@ class _Gpu:
         memory = gpu.elementwise_seconds(
             self.on.chip, work.bytes - written, written, flops, transcendental
         )
-        products = [
-            self._matmul(sizes).seconds for sizes in _products(module, computation, instruction)
-        ]
-        paid = self._paid(max(sum(products), memory), work, PricedBy.roofline)
+        products = [self._matmul(sizes) for sizes in _products(module, computation, instruction)]
+        seconds = sum(product.seconds for product in products)
+        paid = self._paid(max(seconds, memory), work, PricedBy.roofline)
         if products:
-            return replace(paid, by=PricedBy.kernel)
+            largest = max(products, key=lambda product: product.seconds)
+            return replace(paid, by=PricedBy.kernel, number_format=largest.number_format)
         return self._irregular(module, computation, instruction, work, paid)
 
     def _irregular(
@@ -257,18 +255,38 @@ class _Gpu:
         elif target.startswith(CONVOLUTION):
             sizes = convolution_sizes(computation, call)
         if sizes is not None:
-            return replace(self._matmul(sizes), bytes=moved)
+            return self._matmul(sizes, moved)
         by = PricedBy.bytes if target in MOVED_TARGETS else PricedBy.nothing
         paid = self._paid(
             gpu.elementwise_seconds(self.on.chip, moved, 0.0, 0.0, 0.0), Work(0.0, moved), by
         )
         return self._irregular(module, computation, call, Work(0.0, moved), paid)
 
-    def _matmul(self, sizes: MatmulSizes) -> OpPrice:
+    def _matmul(self, sizes: MatmulSizes, moved: float = 0.0) -> OpPrice:
+        """Price of a product, no less than what ``moved`` bytes take."""
         seconds = gpu.matmul_seconds(
-            self.on.chip, sizes.batch, sizes.m, sizes.n, sizes.k, *sizes.dtypes
+            self.on.chip,
+            sizes.batch,
+            sizes.m,
+            sizes.n,
+            sizes.k,
+            *sizes.dtypes,
+            highest=sizes.highest,
         )
-        return self._paid(seconds, Work(sizes.flops, dtype=sizes.dtypes[0]), PricedBy.kernel)
+        floor = moved / gpu.memory_rate(self.on.chip)
+        paid = self._paid(
+            max(seconds, floor), Work(sizes.flops, dtype=sizes.dtypes[0]), PricedBy.kernel
+        )
+        resource = Resource.hbm if floor > seconds else paid.resource
+        form = gpu.matmul_format(*sizes.dtypes[:2], sizes.highest)
+        return replace(paid, bytes=moved, resource=resource, number_format=form)
+
+
+def is_highest(call: Instruction) -> bool:
+    """Whether a product multiplies f32 as such: by its operands' precision (``high`` is TF32 too), or by its algorithm."""
+    config = call.config.get("gemm_backend_config", call.config).get("precision_config", {})
+    words = f"{config} {call.attribute('operand_precision')} {call.attribute('algorithm')}".lower()
+    return "highest" in words or "dot_f32_f32_f32" in words
 
 
 def _together(calls: Sequence[OpPrice]) -> OpPrice:
@@ -335,6 +353,7 @@ def _products(
             instruction.shape,
             _numbers(instruction.attribute("lhs_batch_dims")),
             _numbers(instruction.attribute("lhs_contracting_dims")),
+            is_highest(instruction),
         )
     elif instruction.opcode == "convolution":
         sizes = convolution_sizes(computation, instruction)
@@ -347,14 +366,23 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _sizes(
-    operands: Sequence[Shape], out: Shape, batch_dims: Sequence[int], contracted: Sequence[int]
+    operands: Sequence[Shape],
+    out: Shape,
+    batch_dims: Sequence[int],
+    contracted: Sequence[int],
+    highest: bool,
 ) -> MatmulSizes:
     lhs, rhs = operands[:2]
     batch = math.prod(lhs.dims[dim] for dim in batch_dims)
     depth = math.prod(lhs.dims[dim] for dim in contracted)
     each = max(batch * depth, 1)
     return MatmulSizes(
-        batch, lhs.elements // each, rhs.elements // each, depth, (lhs.dtype, rhs.dtype, out.dtype)
+        batch,
+        lhs.elements // each,
+        rhs.elements // each,
+        depth,
+        (lhs.dtype, rhs.dtype, out.dtype),
+        highest,
     )
 
 
@@ -370,7 +398,7 @@ def cublas_sizes(computation: Computation, call: Instruction) -> MatmulSizes | N
         [int(n) for n in numbers.get(f"lhs_{kind}_dimensions", ())]
         for kind in ("batch", "contracting")
     )
-    return _sizes(operands, out, batch, contracted)
+    return _sizes(operands, out, batch, contracted, is_highest(call))
 
 
 def convolution_sizes(computation: Computation, call: Instruction) -> MatmulSizes | None:
@@ -393,6 +421,7 @@ def convolution_sizes(computation: Computation, call: Instruction) -> MatmulSize
         features,
         kernel.elements // max(features, 1),
         (arrays[0].dtype, arrays[1].dtype, arrays[2].dtype),
+        is_highest(call),
     )
 
 

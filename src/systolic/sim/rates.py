@@ -127,6 +127,20 @@ def clocks(chip: Chip, power_state: int | None = None) -> tuple[float | None, fl
     return clock, states.get(chip.peak_power_state or -1, clock)
 
 
+def clock_note(chip: Chip, flags: Sequence[str]) -> list[str]:
+    """Note on the clock that stands for a power state which the flags leave open; none of a chip without such states."""
+    states, state, peak = (
+        dict(chip.clock_hz_by_power_state),
+        chip.default_power_state,
+        chip.peak_power_state,
+    )
+    if state is None or peak is None or asked_state(flags) is not None:
+        return []
+    return [
+        f"assumes {chip.name}'s default power state {state}, {states[state] / 1e9:g} GHz; published peaks, and many benchmarks, have state {peak}, {states[peak] / 1e9:g} GHz: --flags=--xla_tpu_dvfs_p_state={peak}, or flags=[...] in Python, forecasts that"
+    ]
+
+
 def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = ()) -> Rates:
     """The rates of one device of a TPU slice; ``flags`` are those that the program was compiled with.
 

@@ -51,7 +51,7 @@ from systolic.sim.incomplete import (
 )
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.price import SMALL_SECONDS, DevicePrices, price
-from systolic.sim.rates import rates_of
+from systolic.sim.rates import clock_note, rates_of
 from systolic.sim.timeline import (
     ASSUMED_SPREAD,
     PricedBy,
@@ -59,6 +59,7 @@ from systolic.sim.timeline import (
     Span,
     Timeline,
     layer_of,
+    leaves_of,
     merged,
     span_of,
 )
@@ -140,7 +141,12 @@ def simulate(
     )
     timeline = _simulated(run, on)
     missed = measured(gaps.missed.values(), timeline.spans)
-    timeline = replace(timeline, incomplete=missed, given=tuple(gaps.lines()))
+    timeline = replace(
+        timeline,
+        incomplete=missed,
+        given=tuple(gaps.lines()),
+        notes=(*timeline.notes, *clock_note(on.chip, flags)),
+    )
 
     def at(ends: Ends) -> Timeline:
         return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on)
@@ -305,7 +311,7 @@ class _Simulation:
     num_slices: int
     gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
-    known: dict[str, _Ran] = field(default_factory=dict)
+    known: dict[tuple[str, bool], _Ran] = field(default_factory=dict)
     one_way: set[str] = field(default_factory=set)
     """Reduce-scatters that run one ring, one way."""
 
@@ -314,17 +320,34 @@ class _Simulation:
         """The same without corrections, which are of ops on the core: for what runs beside it."""
         return self if self.correction is None else replace(self, correction=None, known={})
 
-    def computation(self, computation: Computation) -> _Ran:
-        """One run of it, simulated once."""
-        if computation.name not in self.known:
-            self.known[computation.name] = _Order(self, computation).run()
-        return self.known[computation.name]
+    def computation(self, computation: Computation, sparse: bool = False) -> _Ran:
+        """One run of it, on SparseCores where ``sparse``, simulated once."""
+        key = computation.name, sparse
+        if key not in self.known:
+            self.known[key] = _Order(self, computation, sparse).run()
+        return self.known[key]
+
+
+def _price_of(offloaded: _Ran) -> dict[str, object]:
+    """Source and ends of the seconds of what a SparseCore runs: those of its rules, if it has any."""
+    ruled = [
+        (span, times)
+        for span, times in leaves_of(offloaded.spans, 1)
+        if span.lane == "core" and span.high is not None
+    ]
+    if not ruled:
+        return {"priced_by": PricedBy.bytes}
+    longest, _ = max(ruled, key=lambda leaf: leaf[0].seconds * leaf[1])
+    low = sum(times * (span.seconds - (span.low or 0.0)) for span, times in ruled)
+    high = sum(times * ((span.high or 0.0) - span.seconds) for span, times in ruled)
+    seconds = offloaded.seconds
+    return {"priced_by": longest.priced_by, "low": seconds - low, "high": seconds + high}
 
 
 class _Order:
     """One computation's instructions, in order."""
 
-    def __init__(self, run: _Simulation, computation: Computation, sparse: bool = False) -> None:
+    def __init__(self, run: _Simulation, computation: Computation, sparse: bool) -> None:
         self.on, self.computation, self.sparse = run, computation, sparse
         self.now = 0.0
         self.spans: list[Span] = []
@@ -427,7 +450,7 @@ class _Order:
         count = self.on.gaps.trips(self.computation, instruction)
         if count:
             name = instruction.called("body") or ""
-            body = self.on.computation(self.on.module.computations[name])
+            body = self.called(name)
             self.nest(
                 instruction,
                 replace(body, seconds=body.seconds + self.on.device.turn_seconds),
@@ -436,16 +459,17 @@ class _Order:
 
     def branch(self, instruction: Instruction) -> None:
         names, gaps = instruction.called_computations, self.on.gaps
-        runs = {
-            number: self.on.computation(self.on.module.computations[names[number]])
-            for number in gaps.possible(instruction)
-        }
+        runs = {number: self.called(names[number]) for number in gaps.possible(instruction)}
         seconds = {number: run.seconds for number, run in runs.items()}
         for number, share in gaps.branches(self.computation, instruction, seconds).items():
             self.nest(instruction, runs[number], share)
 
     def call(self, instruction: Instruction, name: str) -> None:
-        self.nest(instruction, self.on.computation(self.on.module.computations[name]))
+        self.nest(instruction, self.called(name))
+
+    def called(self, name: str) -> _Ran:
+        """One run of a computation, on the cores that run this one."""
+        return self.on.computation(self.on.module.computations[name], self.sparse)
 
     def nest(self, instruction: Instruction, inner: _Ran, times: float = 1) -> None:
         """Runs a computation so many times, beside the transfers that are under way."""
@@ -487,6 +511,12 @@ class _Order:
         """The core waits for a transfer."""
         if seconds > 0:
             of = transfer.span
+            ends = {}
+            if of.low is not None and of.high is not None:
+                ends = {
+                    "low": max(seconds + of.low - of.seconds, 0.0),
+                    "high": seconds + of.high - of.seconds,
+                }
             self.spans.append(
                 replace(
                     of,
@@ -496,6 +526,7 @@ class _Order:
                     lane="core",
                     flops=0.0,
                     bytes=0.0,
+                    **ends,
                 )
             )
             self.now += seconds
@@ -525,11 +556,10 @@ class _Order:
             self.collective(instruction, *collective, beside=True)
             return
         sparse = 'async_execution_thread="sparsecore"' in instruction.rest
-        on = self.on.aside
-        inner = _Order(on, held, sparse=True).run() if sparse else on.computation(held)
+        inner = self.on.aside.computation(held, sparse)
         seconds = inner.seconds
         if sparse:
-            span = self.span(instruction, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes)
+            span = self.span(instruction, seconds, Resource.vpu, SPARSE, **_price_of(inner))
             self.put(instruction, span, [SPARSE])
             return
         root = held.root

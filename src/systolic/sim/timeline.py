@@ -247,7 +247,7 @@ class Timeline:
 
     def leaves(self) -> "Iterator[tuple[Span, float]]":
         """Every op that is no loop, with how often it runs."""
-        return _leaves(self.spans, 1)
+        return leaves_of(self.spans, 1)
 
 
 def _turns(spans: Sequence[Span]) -> float:
@@ -259,10 +259,11 @@ def _turns(spans: Sequence[Span]) -> float:
     )
 
 
-def _leaves(spans: Sequence[Span], times: float) -> Iterator[tuple[Span, float]]:
+def leaves_of(spans: Sequence[Span], times: float) -> Iterator[tuple[Span, float]]:
+    """Every op of the spans that is no loop, with how often it runs where they run so many times."""
     for span in spans:
         if span.inside:
-            yield from _leaves(span.inside, times * span.repeat)
+            yield from leaves_of(span.inside, times * span.repeat)
         else:
             yield span, times
 

@@ -13,11 +13,11 @@ from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.cost import ForecastCompile
 from systolic.job import Remat
+from systolic.planning.candidate import SETS
 from systolic.planning.display import readings
 from systolic.planning.display.page import chart, places, render, torus
 from systolic.planning.display.progress import SearchDisplay
 from systolic.planning.display.text import lines
-from systolic.planning.flags import SETS
 from systolic.planning.goal import Goal, Objective
 from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.search import SearchProgress, SearchStage

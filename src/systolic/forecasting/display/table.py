@@ -66,6 +66,7 @@ def _cells(row: ForecastRow) -> dict[str, str]:
     speed = dict(readings.speed(forecast))
     unit, scale = readings.SCALES.get(forecast.unit, ("million calls", 1e6))
     usd = None if row.usd_per_unit is None else row.usd_per_unit * scale
+    bound, short = speed.get("bound by", ""), readings.GPU_NAMES if row.on.platform == "gpu" else {}
     cells = {
         "memory": _share(need, forecast.capacity_bytes),
         "step": speed.get("step", ""),
@@ -75,7 +76,7 @@ def _cells(row: ForecastRow) -> dict[str, str]:
         "$/h": "" if forecast.bill.usd_per_hour is None else f"{forecast.bill.usd_per_hour:,.2f}",
         f"$/{unit.split()[0]}": "" if usd is None else readings.figure(usd),
         "waiting": duration(forecast.exposed_collective_seconds) if forecast.step_seconds else "",
-        "bound by": speed.get("bound by", ""),
+        "bound by": short.get(bound, bound),
     }
     return first | cells
 

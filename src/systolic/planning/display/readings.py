@@ -198,7 +198,7 @@ def tie(plan: Plan) -> str:
     named = f"1 {'and' if len(ranks) == 2 else 'to'} {ranks[-1]}"
     if ranks[-1] > len(ranks):
         named = f"1 and {figures.plural(len(ranks) - 1, 'other')} of its slice"
-    return f"{named} lie within {PAIRED_ERROR:.1%}: the forecast can't tell them apart, so the simplest is first"
+    return f"{named} lie within {PAIRED_ERROR:.1%} (1 sigma): the forecast can't tell them apart; the simplest is first"
 
 
 def rows(plan: Plan) -> list[RankingRow]:
