@@ -61,6 +61,8 @@ class ModelVersion:
     """Unix seconds."""
     contents: str = ""
     """Fingerprint of the files that it was opened from; empty where it is not known."""
+    base: str = ""
+    """Name of the model whose engine answers, of an adapter; it comes and goes with that model."""
 
     @property
     def key(self) -> Key:
@@ -76,6 +78,8 @@ class ServedText(ModelVersion):
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     """None for a model that knows no chat."""
+    adapters: "Sequence[ServedText]" = ()
+    """The same engine by other names, each with an adapter."""
 
     @property
     def kind(self) -> str:
@@ -138,6 +142,10 @@ class ServedBatch(ModelVersion):
 Served = ServedText | ServedBatch
 
 
+def _adapters(served: Served) -> Sequence[ServedText]:
+    return served.adapters if isinstance(served, ServedText) else ()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelLoad:
     """A version of a model that is to be opened."""
@@ -187,6 +195,8 @@ class ModelRegistry:
                     f"version {served.version} of {served.name} is served; give another version"
                 )
             versions[served.version] = _ServedModel(served=served)
+        for adapter in _adapters(served):
+            self.put(adapter)
 
     def retire(self, name: str, version: int, seconds: float) -> bool:
         """Takes a model out when no request uses it: new ones go to the newest of the other versions at once.
@@ -199,9 +209,11 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(name, version)
-            del self._places[name][version]
-            if not self._places[name]:
-                del self._places[name]
+            for own in (place.served, *_adapters(place.served)):
+                versions = self._places.get(own.name, {})  # A client may have taken an adapter out.
+                versions.pop(version, None)
+                if not versions:
+                    self._places.pop(own.name, None)
         return self._end(place, seconds)
 
     def swap(self, served: Served, seconds: float) -> bool:
@@ -215,7 +227,8 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(served.name, served.version)
-            self._places[served.name][served.version] = _ServedModel(served=served)
+            for own in (served, *_adapters(served)):
+                self._places.setdefault(own.name, {})[own.version] = _ServedModel(served=own)
         return self._end(place, seconds)
 
     def _end(self, place: _ServedModel, seconds: float) -> bool:

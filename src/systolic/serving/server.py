@@ -16,6 +16,7 @@ from systolic.core.errors import (
     RunError,
     SystolicError,
 )
+from systolic.core.files import digest
 from systolic.data.text.text_data import TextData
 from systolic.inference.model import (
     PreparedModel,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.replicas import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
+    from systolic.setup import Setup
     from systolic.steps.step_functions import StepFunctions
 
 SHOWN = 3
@@ -95,6 +97,30 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
             ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)
         ]
     return models
+
+
+def adapter_targets(words: str | Sequence[str], models: Sequence[ServeTarget]) -> list[ServeTarget]:
+    """Adapters of a command line, each ``NAME=DIR``.
+
+    Raises: as :func:`targets`, and
+        OptionError: a word has no name, there are several models, or a name is that of a model.
+    """
+    words = [words] if isinstance(words, str) else words
+    adapters = targets(words)
+    names = {model.name for model in models}
+    if adapters and len(models) != 1:
+        raise OptionError(
+            f"--adapter belongs to one model, and {len(models)} are given; serve the others by another server"
+        )
+    for word in words:
+        name, mark, _ = word.partition("=")
+        if not mark:
+            raise OptionError(f"--adapter is {word!r}; give NAME=DIR, such as support={word}")
+        if name in names:
+            raise OptionError(
+                f"--adapter {name} has the name of a model; write it with another name"
+            )
+    return adapters
 
 
 def checked_targets(words: Sequence[str]) -> list[ServeTarget]:
@@ -151,6 +177,10 @@ class ServeSettings:
     sizes: EngineSizes = EngineSizes()  # noqa: RUF009
     batch: BatchOptions = BatchOptions()  # noqa: RUF009
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
+    adapters: Sequence[ServeTarget] = ()
+    """Adapters of the model, by their names."""
+    adapter_rank: int = 0
+    """Columns of each adapter; 0 takes the largest rank."""
     traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
     """Traffic that the models' programs are chosen for, by name."""
     book: "TrafficBook | None" = None
@@ -238,7 +268,12 @@ def _pending(
 def _contents(settings: ServeSettings, target: ServeTarget) -> str:
     from systolic.formats.outline import contents_of
 
-    return contents_of(target.path, settings.checkpoint)
+    contents = contents_of(target.path, settings.checkpoint)
+    if not settings.adapters:
+        return contents
+    from systolic.serving.text.adapters import adapter_contents
+
+    return digest([contents, *(adapter_contents(adapter.path) for adapter in settings.adapters)])
 
 
 def _smallest_first(
@@ -275,7 +310,7 @@ def _changes(
     held = {
         served.key: served.contents
         for served in state.registry.everything()
-        if name in (None, served.name)
+        if name in (None, served.name) and not served.base
     }
 
     def same(key: "Key", target: ServeTarget) -> bool:
@@ -323,13 +358,27 @@ def open_served(
     for number in range(1, placement.engines):
         model = opened(target, settings, placement, number, log.warn)
         engines.append(_engine(target, settings, model, number, texts, log))
-    return ServedText(
+    served = ServedText(
         name=target.name,
         version=target.version,
         engine=Replicas(engines, settings.sizes.page_size) if len(engines) > 1 else engines[0],
         tokenizer=data.get_tokenizer(),
         template=data.find_template(),
     )
+    if not settings.adapters:
+        return served
+    from systolic.serving.text.adapters import AdaptedEngine
+
+    adapters = [
+        replace(
+            served,
+            name=adapter.name,
+            base=target.name,
+            engine=AdaptedEngine(engine=served.engine, number=number),
+        )
+        for number, adapter in enumerate(settings.adapters, 1)
+    ]
+    return replace(served, adapters=adapters)
 
 
 def opened(
@@ -352,7 +401,23 @@ def opened(
         warn=warn,
         place=place,
     )
-    return restored_on_cpu(model, lambda job: set_up_here(job, place=place), warn)
+
+    def again(job: Job) -> "Setup":
+        return set_up_here(job, place=place)
+
+    model = restored_on_cpu(model, again, warn)
+    if not settings.adapters:
+        return model
+    if not writes(model.setup.job):
+        raise OptionError(f"{target.name} writes no text, and takes no --adapter; leave it out")
+    from systolic.serving.text.adapters import read_matrices, with_adapters
+
+    own = model.setup.job.model
+    matrices = [
+        read_matrices(adapter.path, target.path, own, trust=settings.trust)
+        for adapter in settings.adapters
+    ]
+    return with_adapters(model, matrices, settings.adapter_rank, again, target.name)
 
 
 def _engine(

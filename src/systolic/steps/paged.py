@@ -28,7 +28,7 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import EXPERTS, STACKED, num_inputs
+from systolic.models.adapters import BASE, EXPERTS, STACKED, columns_kept, num_inputs
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -107,7 +107,11 @@ def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
 
     def turns(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
         codes = path[-1] == CODES
-        if path[-2 if codes else -1] not in TURNED or "latent" in path or EXPERTS in axes:
+        if (
+            path[-2 if codes or path[-1] == BASE else -1] not in TURNED
+            or "latent" in path
+            or EXPERTS in axes
+        ):
             return False
         scales = flat.get((*path[:-1], SCALES)) if codes else None
         if scales is None:
@@ -284,19 +288,32 @@ class StepInput(NamedTuple):
     """int32[texts]."""
     table: jax.Array
     """int32[texts, pages]."""
+    adapters: jax.Array
+    """int32[texts]: number of each text's adapter, 0 for none; [] where the program has none."""
 
     @classmethod
-    def sizes(cls, shape: StepShape, history: int) -> "list[tuple[int, ...]]":
+    def sizes(cls, shape: StepShape, history: int, adapters: int = 0) -> "list[tuple[int, ...]]":
         """Shapes of the arrays."""
         texts = shape.texts
         tokens, recent = (shape.tokens,), (shape.tokens, history)
-        return [tokens, (shape.rows,), recent, (texts,), (texts,), (texts, shape.pages)]
+        pages = (texts, shape.pages)
+        return [
+            tokens,
+            (shape.rows,),
+            recent,
+            (texts,),
+            (texts,),
+            pages,
+            (texts if adapters else 0,),
+        ]
 
     @classmethod
-    def unpacked(cls, packed: jax.Array, shape: StepShape, history: int) -> "StepInput":
+    def unpacked(
+        cls, packed: jax.Array, shape: StepShape, history: int, adapters: int = 0
+    ) -> "StepInput":
         """The arrays of one int32 array: what goes to the device in one copy."""
         parts, first = [], 0
-        for size in cls.sizes(shape, history):
+        for size in cls.sizes(shape, history, adapters):
             parts.append(packed[first : first + math.prod(size)].reshape(size))
             first += math.prod(size)
         return cls(*parts)
@@ -309,6 +326,7 @@ class PagedSteps:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
         cache: Format of keys and values.
+        adapters: Adapters that lie side by side in those of the job; 0: all texts have the job's own.
         wide: Whether one CPU holds the matrices of few bits as float32: its product of one row of bfloat16 takes 15 times as long.
 
     Attributes:
@@ -326,9 +344,10 @@ class PagedSteps:
         page_size: int,
         cache: ServedCache = ServedCache.plain,
         *,
+        adapters: int = 0,
         wide: bool = False,
     ) -> None:
-        self.cache, self.wide = cache, wide
+        self.cache, self.adapters, self.wide = cache, adapters, wide
         self._model, target = steps.job.model, paged_target(steps.target)
         job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
@@ -539,7 +558,17 @@ class PagedSteps:
         )
         layers = list(zip(self._layers, weights.layers, strict=True))
         ends = self._ends(weights)
-        return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+        with columns_kept(self._columns(step_input.adapters, rows, chunk)):
+            return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+
+    def _columns(self, numbers: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array | None:
+        """bool[tokens, 1, rank]: columns of the adapter of each token's text."""
+        if not self.adapters:
+            return None
+        rank = self.steps.job.adapter.rank
+        owner = jnp.arange(rank) // (rank // self.adapters) + 1
+        by_token = jnp.concatenate([numbers[:rows], jnp.repeat(numbers[rows:], chunk[1])])
+        return by_token[:, None, None] == owner
 
 
 class TextPages(NamedTuple):
@@ -649,7 +678,7 @@ class PagedDecode:
             weights,
             pages,
             jnp.zeros((1,), jnp.int32),
-            StepInput(ids, none, recent, *where, table[None]),
+            StepInput(ids, none, recent, *where, table[None], none[:0]),
             chunk,
         )
 

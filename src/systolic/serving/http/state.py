@@ -357,7 +357,7 @@ class ServerState:
 
     def _names(self) -> list[str]:
         """Names of the models, those that are still opened included."""
-        opened = [served.name for served in self.registry.newest()]
+        opened = [served.name for served in self.registry.newest() if not served.base]
         return list(dict.fromkeys([*opened, *(name for name, _ in self.opening)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:

@@ -12,8 +12,9 @@ from systolic.inference.grammar import Grammars
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import COUNT, count_compiles
 from systolic.serving.request import RefusedError
+from systolic.serving.text.converting import memory_of
 from systolic.serving.text.request import Finish, Stream, TextRequest
-from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner, memory_of
+from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepWork
 from systolic.serving.text.sequence import EngineLoad, EngineWatcher, Sequence, StepFacts, reason
 

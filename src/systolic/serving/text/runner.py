@@ -18,12 +18,9 @@ import numpy as np
 
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.core.errors import RunError
-from systolic.core.units import gibibytes
 from systolic.inference.grammar import fill_masks
-from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets
-from systolic.serving.text.converting import capacity_bytes, held_bytes
 from systolic.serving.text.request import TopLogprobs
 from systolic.serving.text.scheduler import StepWork
 from systolic.serving.text.sequence import PENDING, PromptScores, Sequence
@@ -215,7 +212,7 @@ class Programs:
         def ints(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
-        sizes = StepInput.sizes(shape, self.paged.history)
+        sizes = StepInput.sizes(shape, self.paged.history, self.paged.adapters)
         packed = ints(sum(math.prod(size) for size in sizes))
         return self._weights, self._pages, ints(self.slots + 1), packed
 
@@ -250,7 +247,7 @@ class Programs:
         chunk = (shape.chunks, shape.length)
 
         def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
-            inputs = StepInput.unpacked(packed, shape, self.paged.history)
+            inputs = StepInput.unpacked(packed, shape, self.paged.history, self.paged.adapters)
             return self.paged.score(weights, pages, latest, inputs, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
@@ -308,6 +305,7 @@ class Programs:
         outputs: tuple[Any, ...],
     ) -> TextProgram:
         sizes = {"page_size": self.paged.page_size}
+        sizes |= {"adapters": self.paged.adapters} if self.paged.adapters else {}
         spec = ProgramSpec(name=name, sizes=sizes, arguments=lowering[0], outputs=outputs)
         return TextProgram(where=where, key=key, spec=spec, lower=lowering[1])
 
@@ -612,6 +610,7 @@ class StepRunner:
         start = np.zeros(shape.texts, np.int32)
         count = np.zeros(shape.texts, np.int32)
         table = np.zeros((shape.texts, shape.pages), np.int32)
+        adapters = np.zeros(shape.texts, np.int32)
         for row, sequence in enumerate(decode):
             token = sequence.tokens[sequence.read]
             if token == PENDING:
@@ -619,6 +618,7 @@ class StepRunner:
             else:
                 tokens[row] = token
             start[row], count[row] = sequence.read, 1
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             if history:
                 self._recall(recent[row], sequence.tokens, sequence.read)
@@ -631,10 +631,12 @@ class StepRunner:
             size = len(text) - read
             tokens[first : first + size] = text[read:]
             start[row], count[row] = read, size
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             for place in range(size if history else 0):
                 self._recall(recent[first + place], text, read + place)
-        arrays = (tokens, slots, recent, start, count, table)
+        numbers = adapters if self.programs.paged.adapters else adapters[:0]
+        arrays = (tokens, slots, recent, start, count, table, numbers)
         return np.concatenate([array.reshape(-1) for array in arrays])
 
     def _fill(self, row: np.ndarray, sequence: Sequence) -> None:
@@ -751,46 +753,3 @@ def _cuts(
             broken.append((sequence, error))
     arrays: Any = (top_k, *reals, text, prompt, biased, bias)
     return Cuts(*arrays)
-
-
-def memory_of(programs: Programs, pages: int | None = None) -> ServingMemory:
-    """Memory of an engine, whose capacity is measured once: what it allocates is no smaller capacity.
-
-    Args:
-        programs: With the largest compiled.
-        pages: Of the cache; None takes all that fit.
-    """
-    paged = programs.paged
-    if programs.capacity_bytes is None:
-        mesh: Any = paged.steps.target.mesh
-        programs.capacity_bytes = capacity_bytes(list(mesh.devices.flat))
-    return ServingMemory(
-        capacity_bytes=programs.capacity_bytes,
-        weights_bytes=held_bytes(paged.placed_weights),
-        temporary_bytes=programs.temporary_bytes(),
-        page_bytes=held_bytes(paged.placed_pages(1)),
-        page_size=paged.page_size,
-        pages=pages,
-    )
-
-
-def pages_that_fit(programs: Programs, wanted: int, least: int) -> int:
-    """Pages for an engine: as many as it wants, or as there is room for.
-
-    Compiles the largest programs, whose need beside the pages does not depend on their number.
-
-    Args:
-        programs: Not compiled yet.
-        wanted: Pages that hold all texts at their longest.
-        least: Pages of the longest text, and one for padding.
-
-    Raises:
-        RunError: not even the least fit.
-    """
-    programs.compile_largest()
-    memory = memory_of(programs)
-    if memory.num_pages < least:
-        raise RunError(
-            f"the longest text needs {least} pages of {gibibytes(memory.page_bytes)} beside {gibibytes(memory.weights_bytes)} of weights and {gibibytes(memory.temporary_bytes)} of temporaries, and the device has {gibibytes(memory.capacity_bytes)}; give a smaller context or fewer rows, or more devices"
-        )
-    return min(wanted, memory.num_pages)
