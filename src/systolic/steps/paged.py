@@ -15,6 +15,7 @@ A replica of the engine has a mesh of its own, so that the axis ``data`` is 1 in
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import BASE, EXPERTS, STACKED, columns_kept, num_inputs
+from systolic.models.adapters import BASE, EXPERTS, STACKED, A, B, columns_kept, num_inputs
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -455,6 +456,12 @@ class PagedSteps:
         """Abstract weights with their shardings."""
         return jax.tree.map(_with, self.abstract_weights, self.shardings)
 
+    @property
+    def placed_adapters(self) -> list[Any]:
+        """Those of :attr:`placed_weights` that are matrices of adapters side by side."""
+        leaves = jax.tree.leaves(self.placed_weights)
+        return [leaves[number] for number, _ in self.adapter_leaves]
+
     def placed_pages(self, count: int) -> list[Any]:
         """Abstract pages with their shardings."""
         target, axes = self.steps.target, self.arrays.axes
@@ -561,14 +568,78 @@ class PagedSteps:
         with columns_kept(self._columns(step_input.adapters, rows, chunk)):
             return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
 
+    @cached_property
+    def adapter_leaves(self) -> list[tuple[int, int]]:
+        """Numbers of the weights that are matrices of adapters, each with the dim of their columns."""
+        leaves = jax.tree.leaves_with_path(self.abstract_weights)
+        names = [jax.tree_util.keystr(path) for path, _ in leaves]
+        dims = [
+            (number, leaf.ndim - 1 if A in name else 0)
+            for number, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True))
+            if A in name or B in name
+        ]
+        return dims if self.adapters else []
+
+    @cached_property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the matrices of one adapter, by their paths."""
+        rank = self.steps.job.adapter.rank // max(self.adapters, 1)
+        return {
+            path: tuple(
+                rank if dim == self.columns_dim(path) else n for dim, n in enumerate(like.shape)
+            )
+            for path, like in self.steps.network.params.items()
+        }
+
+    def columns_dim(self, path: str) -> int:
+        """Dim of the columns of a matrix A or B, in a stack of layers."""
+        home, _, name = path.rpartition("/")
+        network = self.steps.network
+        a, b = (network.params[f"{home}/{which}"].ndim for which in (A, B))
+        # Of A and B together only the dims of the stack are there twice, beside both ranks.
+        stacked = a + b - 2 - network.model_state[f"{home}/{BASE}"].ndim
+        return a - 1 if name == A else stacked
+
+    def placed(
+        self, matrices: Arrays, held: Sequence[jax.Array], number: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Matrices of all adapters with those of one in its place.
+
+        Args:
+            matrices: Of the adapter, of :attr:`adapter_shapes`.
+            held: Of all, at :attr:`adapter_leaves`.
+            number: Of the adapter, from 1.
+        """
+        count, network = self.adapters, self.steps.network
+        every = {}
+        for path, matrix in matrices.items():
+            times = [1] * matrix.ndim
+            times[self.columns_dim(path)] = count
+            every[path] = jnp.tile(matrix, times)
+        rest = {path: jnp.zeros(a.shape, a.dtype) for path, a in network.model_state.items()}
+        leaves = jax.tree.leaves(self.weights(every, rest))
+        owner = self._owners
+        return tuple(
+            jnp.where(
+                jnp.expand_dims(owner == number, [d for d in range(old.ndim) if d != dim]),
+                leaves[leaf],
+                old,
+            )
+            for (leaf, dim), old in zip(self.adapter_leaves, held, strict=True)
+        )
+
+    @property
+    def _owners(self) -> jax.Array:
+        """int32[rank]: number of the adapter that each column belongs to."""
+        rank = self.steps.job.adapter.rank
+        return jnp.arange(rank) // (rank // self.adapters) + 1
+
     def _columns(self, numbers: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array | None:
         """bool[tokens, 1, rank]: columns of the adapter of each token's text."""
         if not self.adapters:
             return None
-        rank = self.steps.job.adapter.rank
-        owner = jnp.arange(rank) // (rank // self.adapters) + 1
         by_token = jnp.concatenate([numbers[:rows], jnp.repeat(numbers[rows:], chunk[1])])
-        return by_token[:, None, None] == owner
+        return by_token[:, None, None] == self._owners
 
 
 class TextPages(NamedTuple):

@@ -4,7 +4,7 @@ All programs are compiled before the first request, none after.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -86,6 +86,8 @@ class Programs:
     """The same as ``read``, with logits after every token."""
     score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
+    place: dict[int, Any] = field(default_factory=dict)
+    """By the number of adapters: (matrices of one, those of all, its number) -> those of all."""
     choose: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, packed draw, masks) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
@@ -121,8 +123,9 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Programs in all: steps, choices of two kinds, and the one that scores."""
-        return len(self.shapes) + len(self.drafted) + 2 * len(self.texts) + 1
+        """Programs in all: steps, choices of two kinds, the one that scores, and that which places an adapter."""
+        others = 1 + bool(self.paged.adapters)
+        return len(self.shapes) + len(self.drafted) + 2 * len(self.texts) + others
 
     @property
     def all(self) -> list[TextProgram]:
@@ -131,6 +134,7 @@ class Programs:
         programs += [self._verify(step) for step in self.drafted]
         for count in self.texts:
             programs += [self._choose(count), self._choose_by_all(count)]
+        programs += [self._place()] if self.paged.adapters else []
         return [*programs, self._score(self.scored)]
 
     @property
@@ -170,7 +174,7 @@ class Programs:
             return
         ready = made_ready(self.store, program.spec, program.lower)
         program.where[program.key] = ready.compiled
-        places = (self.read, self.verify, self.score, self.choose, self.choose_by_all)
+        places = self.read, self.verify, self.score, self.place, self.choose, self.choose_by_all
         self.on_compiled(
             CompileFacts(
                 bucket=program.spec.name,
@@ -193,7 +197,7 @@ class Programs:
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
-        steps = (self.read, self.verify, self.score, self.choose_by_all)
+        steps = (self.read, self.verify, self.score, self.place, self.choose_by_all)
         compiled = [program for place in steps for program in place.values()]
         analyses = [program.memory_analysis() for program in compiled]
         # A TPU's temporaries are no peak, and a CPU's peak has no temporaries.
@@ -256,6 +260,17 @@ class Programs:
         return self._program(
             f"score {shape}", self.score, shape, lowering, (0, CHOSEN, self._pages)
         )
+
+    def _place(self) -> TextProgram:
+        held = self.paged.placed_adapters
+        new = {
+            path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.everywhere)
+            for path, shape in self.paged.adapter_shapes.items()
+        }
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
+        lowering = self._lower(self.paged.placed, (new, held, number), tuple(held))
+        adapters, outputs = self.paged.adapters, (0,) * len(held)
+        return self._program(f"place of {adapters}", self.place, adapters, lowering, outputs)
 
     def _choose(self, texts: int) -> TextProgram:
         target = self.paged.steps.target
@@ -402,6 +417,15 @@ class StepRunner:
     def vocab(self) -> int:
         """Tokens of the model."""
         return self.programs.paged.vocab
+
+    def place(self, number: int, matrices: Mapping[str, np.ndarray]) -> None:
+        """Puts the matrices of an adapter, by :attr:`~systolic.steps.paged.PagedSteps.adapter_shapes`, in the place of a number, for the steps that begin from now on."""
+        paged, (leaves, structure) = self.programs.paged, jax.tree.flatten(self._weights)
+        held = [leaves[leaf] for leaf, _ in paged.adapter_leaves]
+        after = self.programs.place[paged.adapters](dict(matrices), held, np.int32(number))
+        for (leaf, _), array in zip(paged.adapter_leaves, after, strict=True):
+            leaves[leaf] = array
+        self._weights = jax.tree.unflatten(structure, leaves)
 
     def run(self, work: StepWork, settle: Callable[[], None] = lambda: None) -> StepInFlight:
         """Starts a step; its sequences have read their tokens, and the next of each is pending.
