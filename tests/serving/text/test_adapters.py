@@ -213,6 +213,11 @@ def test_pages_of_an_adapter_are_found_by_its_own_texts_alone(tmp_path: Path) ->
 
     # The prompt has two whole pages of 8.
     assert [cached(of) for of in (engine, named, named, engine)] == [0, 0, 16, 16]
+    # Key projections of two layers, 32 inputs and 16 outputs, float32.
+    assert engine.memory.adapters_bytes == 4 * 2 * 3 * (32 + 16)
+    rows = {row.name: row.bytes for row in engine.memory.rows()}
+    assert rows["weights"] + rows["adapters"] == engine.memory.weights_bytes
+    assert sum(rows.values()) == engine.memory.capacity_bytes
     # Another version of the name has keys and values of its own; the model has those it had.
     assert named.drain(0.0)
     newer = slots.place("a", folder)

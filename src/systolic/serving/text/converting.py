@@ -231,6 +231,7 @@ def memory_of(programs: "Programs", pages: int | None = None) -> ServingMemory:
     return ServingMemory(
         capacity_bytes=programs.capacity_bytes,
         weights_bytes=held_bytes(paged.placed_weights),
+        adapters_bytes=held_bytes(paged.placed_adapters),
         temporary_bytes=programs.temporary_bytes(),
         page_bytes=held_bytes(paged.placed_pages(1)),
         page_size=paged.page_size,
