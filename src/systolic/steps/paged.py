@@ -458,7 +458,7 @@ class PagedSteps:
 
     @property
     def placed_adapters(self) -> list[Any]:
-        """Those of :attr:`placed_weights` that are matrices of adapters side by side."""
+        """Matrices of adapters side by side, among :attr:`placed_weights`."""
         leaves = jax.tree.leaves(self.placed_weights)
         return [leaves[number] for number, _ in self.adapter_leaves]
 

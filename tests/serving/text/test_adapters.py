@@ -530,7 +530,7 @@ def test_a_server_answers_for_a_run_and_a_peft_folder_by_name(tmp_path: Path) ->
     systolic.train("sft", run=run, steps=3, from_=base, data=data, sequence=48, batch=4, **lora)
     peft_folder(folder, base, 1, 4, ["q_proj", "down_proj"])
     small = ("--rows", "4", "--context", "96", "--chunk", "64", "--strict")
-    named = ("--adapter", f"support={run}", "--adapter", f"legal={folder}")
+    named = ("--adapter", f"legal={folder}", "--adapters", "2", "--model-control")
     sampling = systolic.Sampling(temperature=0.0)
     expected = {
         name: systolic.open(path).generate("a question 3", tokens=8, sampling=sampling)
@@ -538,6 +538,8 @@ def test_a_server_answers_for_a_run_and_a_peft_folder_by_name(tmp_path: Path) ->
     }
     with served(str(base), *small, *named) as (url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        body = {"lora_name": "support", "lora_path": str(run)}
+        httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
         listed = {model.id: model.model_dump()["parent"] for model in client.models.list()}
         assert listed == {"base": None, "support": "base", "legal": "base"}
         for name, texts in expected.items():
