@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -138,8 +139,37 @@ def prepare(kind: str, made: Any, folder: Path) -> None:
     else:
         named = {"image": arrays["image"], "label": arrays["label"]}
     np.savez(folder / "batches.npz", **named)
-    np.savez(folder / "weights.npz", **first_state(setup.steps, job.seed).params)
+    weights = first_state(setup.steps, job.seed).params
+    np.savez(folder / "weights.npz", **(by_block(weights) if kind == "language" else weights))
     (folder / "sizes.json").write_text(json.dumps(shared.to_json(kind, made)))
+
+
+NORMS = {"norm1": "attention_norm", "norm2": "mlp_norm"}
+"""Norms of a block as the peers call them, and as Systolic does."""
+PRODUCTS = {"out": "out", "up": "mlp/up", "down": "mlp/down"}
+"""Matrices of a block, likewise."""
+
+
+def by_block(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A decoder's weights under the names that the peers read: those of each block apart, matrices [inputs, outputs]."""
+    stacked = {name: np.asarray(value) for name, value in weights.items()}
+    blocks = {name: stacked.pop(name) for name in list(stacked) if name.startswith("blocks/")}
+    count, width = blocks["blocks/query_bias"].shape
+    for block in range(count):
+        own = {name.removeprefix("blocks/"): value[block] for name, value in blocks.items()}
+        into = f"blocks/{block}"
+        parts = ("query", "key", "value")
+        kernels = [own[part].reshape(width, width) for part in parts]
+        stacked[f"{into}/qkv/kernel"] = np.concatenate(kernels, axis=1)
+        stacked[f"{into}/qkv/bias"] = np.concatenate([own[f"{part}_bias"] for part in parts])
+        for name, mine in PRODUCTS.items():
+            outputs = own[f"{mine}_bias"].shape[0]
+            stacked[f"{into}/{name}/kernel"] = own[mine].reshape(-1, outputs)
+            stacked[f"{into}/{name}/bias"] = own[f"{mine}_bias"]
+        for name, mine in NORMS.items():
+            stacked[f"{into}/{name}/scale"] = own[f"{mine}/scale"]
+            stacked[f"{into}/{name}/bias"] = own[f"{mine}/bias"]
+    return stacked
 
 
 def contenders(kind: str, made: Any, peers: Path, names: list[str], work: Path) -> list[Contender]:

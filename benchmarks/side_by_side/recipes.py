@@ -1,13 +1,9 @@
 """Systolic's side: recipes for ``systolic train benchmarks/side_by_side/recipes.py:language``."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from systolic.data.arrays import Arrays
 from systolic.job import (
@@ -19,104 +15,13 @@ from systolic.job import (
     Precision,
     Schedule,
     ScheduleKind,
-    Target,
 )
-from systolic.models.attention import Masking, attention
+from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.vision.config import Depth, Pixels, ResNet, Stem
 from systolic.steps.tasks import Classification, LanguageModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sizes as shared  # ty: ignore[unresolved-import]
-from dense import dense  # ty: ignore[unresolved-import]
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], deviation: float, axes) -> nnx.Param:
-    return nnx.Param(deviation * jax.random.normal(rngs.params(), shape), out_sharding=axes)
-
-
-def zeros(*shape: int) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape))
-
-
-class Norm(nnx.Module):
-    """LayerNorm."""
-
-    def __init__(self, size: int) -> None:
-        self.scale, self.bias = nnx.Param(jnp.ones((size,))), zeros(size)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        return centred * jax.lax.rsqrt(variance + 1e-5) * self.scale[...] + self.bias[...]
-
-
-class Dense(nnx.Module):
-    """x @ kernel + bias."""
-
-    def __init__(
-        self, shape: tuple[int, int], deviation: float, axes, rngs, target: Target
-    ) -> None:
-        self.kernel, self.bias = normal(rngs, shape, deviation, axes), zeros(shape[1])
-        self.target = target
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return dense(self.target, x, self.kernel[...]) + self.bias[...]
-
-
-class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: "GPT2", rngs: nnx.Rngs, target: Target) -> None:
-        d, last = config.d_model, 0.02 * (2 * config.layers) ** -0.5
-        self.norm1, self.norm2 = Norm(d), Norm(d)
-        self.qkv = Dense((d, 3 * d), 0.02, ("embed", "heads"), rngs, target)
-        self.out = Dense((d, d), last, ("heads", "embed"), rngs, target)
-        self.up = Dense((d, 4 * d), 0.02, ("embed", "mlp"), rngs, target)
-        self.down = Dense((4 * d, d), last, ("mlp", "embed"), rngs, target)
-        self.heads, self.target = config.heads, target
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, length, d = x.shape
-        query, key, value = (
-            part.reshape(batch, length, self.heads, d // self.heads)
-            for part in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1)
-        )
-        attended = attention(self.target, query, key, value, Masking(causal=True))
-        x = x + self.out(attended.reshape(batch, length, d))
-        return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
-
-
-class GPT2Module(nnx.Module):
-    """Tokens to logits."""
-
-    def __init__(self, config: "GPT2", rngs: nnx.Rngs, target: Target) -> None:
-        d = config.d_model
-        self.embedding = normal(rngs, (config.vocab, d), 0.02, ("vocab", "embed"))
-        self.positions = normal(rngs, (config.sequence, d), 0.02, (None, "embed"))
-        self.blocks = nnx.List([Block(config, rngs, target) for _ in range(config.layers)])
-        self.norm, self.target = Norm(d), target
-
-    def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rows are whole documents here, as for the others: segments and positions say nothing new."""
-        x = self.embedding[...][tokens] + self.positions[...][: tokens.shape[1]]
-        for block in self.blocks:
-            # Kept, or XLA's CPU compiler adds up all blocks again wherever their sum is read.
-            x = jax.lax.optimization_barrier(block(x))
-        return dense(self.target, self.norm(x), self.embedding[...].T)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPT2(Model):
-    """The sizes of a decoder in the shape of GPT-2 (Radford et al. 2019)."""
-
-    layers: int = 6
-    d_model: int = 320
-    heads: int = 5
-    vocab: int = 8192
-    sequence: int = 256
-
-    def build(self, rngs: nnx.Rngs, target: Target) -> nnx.Module:
-        return GPT2Module(self, rngs, target)
 
 
 def common(name: str, batch: int, steps: int, model: Model, task, data: Arrays) -> Job:
@@ -162,8 +67,23 @@ def language(
         found = {"tokens": rows, "targets": shared.targets(rows, -1), "positions": places}
         return {"train": found | {"segments": np.zeros_like(rows)}}
 
-    data = Arrays.call(load)
-    return common("side_by_side", batch, steps, GPT2(**made), LanguageModel(), data)
+    model = Decoder(
+        layers=layers,
+        d_model=d_model,
+        d_ff=4 * d_model,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=d_model // heads,
+        mlp=Mlp.gelu,
+        mlp_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        norm=NormKind.layer,
+        norm_eps=1e-5,
+        learned_positions=sequence,
+        vocab=vocab,
+    )
+    return common("side_by_side", batch, steps, model, LanguageModel(), Arrays.call(load))
 
 
 def vision(

@@ -11,6 +11,7 @@ from systolic.chips.flags import (
     name_of,
     resolved,
     shared_flags,
+    shared_set,
     spoken,
 )
 from systolic.core.errors import OptionError
@@ -23,8 +24,8 @@ VMEM = "--xla_tpu_scoped_vmem_limit_kib=98304"
 def test_each_flag_has_its_reason_and_evidence() -> None:
     for flag in SHARED:
         assert flag.why
-        assert "measured on" in flag.evidence or "simulated" in flag.evidence
-        assert set(flag.generations) <= set(TPUS)
+        assert any(word in flag.evidence for word in ("measured on", "simulated", "results/"))
+        assert set(flag.generations) <= {*TPUS, "cpu"}
         ((name, value),) = compile_options([flag.text], "tpu").items()
         assert f"--{name}={value}" == flag.text
     for name in TPUS:
@@ -32,7 +33,14 @@ def test_each_flag_has_its_reason_and_evidence() -> None:
         assert EINSUM in texts
         assert len({name_of(text) for text in texts}) == len(texts)
     assert not shared_flags(chip("h100"))
-    assert not shared_flags(chip("cpu"))
+    # On a CPU those of convolutional networks alone.
+    assert all(flag.convolutional for flag in shared_flags(chip("cpu")))
+    assert not shared_set(None, "cpu", convolutional=False)
+    assert len(shared_set(None, "cpu", convolutional=True)) == 2
+    assert not shared_set(None, "gpu", convolutional=True)
+    assert shared_set(chip("v6e"), "tpu", convolutional=True) == [*resolved("", chip("v6e"))]
+    assert resolved("", chip("cpu")) == ()
+    assert spoken((), chip("cpu")) == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from systolic.chips import slice
+from systolic.chips.flags import OVERLAPPED
 from systolic.compiling import Compiler, gpu_compiler, host_backend
 from systolic.core.errors import OptionError
 from systolic.core.machine import leave_cuda_out
@@ -118,6 +119,24 @@ def test_a_gpu_that_is_not_there_is_compiled_for(tmp_path: Path) -> None:
     held = (4 + 2) * 46137344 / 8 + 2 * 2048 * 1024
     assert held < forecast.need_bytes < 10 * held
     assert forecast.ops
+
+
+@installed
+def test_ampere_overlaps_collectives_only_when_told(tmp_path: Path) -> None:
+    on = slice("8xa100-80")
+    args, spread = gpu_arguments()
+    program = function_program(gpu_step, args, {}, on, spread)
+    unasked, told = (
+        forecast_program(program, "step", on, compiler=Compiler(root=tmp_path, flags=flags))
+        for flags in ((), (OVERLAPPED,))
+    )
+    alone = [
+        f for f in (unasked, told) if any("run beside nothing: on a100-80" in n for n in f.notes)
+    ]
+    assert alone == [unasked]
+    assert unasked.step_seconds is not None
+    assert told.step_seconds is not None
+    assert told.step_seconds < unasked.step_seconds
 
 
 @installed

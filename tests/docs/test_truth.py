@@ -390,3 +390,24 @@ def test_the_figures_end_quietly_where_nobody_reads_on():
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_errors_of_gpus_steps_are_those_of_the_results(extension):
+    """The page on hardware has the ends of the rows that it names, the results' page the whole table."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+    import steps
+
+    front, *_ = extension.modules()
+    rows = front.lines(front.newest("gpu-steps"))
+    page = front.newest("gpu-steps").with_suffix(".md").read_text()
+    assert "\n".join(steps.table(rows)) in page
+    text = (DOCS / "start" / "choose-hardware.md").read_text()
+    table = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text.partition("| published |")[2], re.M)
+    ids = ["maxtext-a3", "gpu-recipes-h200", "gpu-recipes-b200-llama3.1-405b"]
+    ids += [r"dgxc-maxtext-llama2-70b-\d", "dgxc-maxtext-llama2-70b-fp8"]
+    assert len(table[:5]) == len(ids)
+    for name, (_, *cells) in zip(ids, table, strict=False):
+        for by, cell in zip(("compiler", "roofline"), cells, strict=True):
+            errors = [r["error"] for r in rows if re.match(name, r["id"]) and r["by"] == by]
+            ends = dict.fromkeys(f"{error * 100:+.0f}" for error in (min(errors), max(errors)))
+            assert cell == f"{' to '.join(ends)} %", name

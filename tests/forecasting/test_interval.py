@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from systolic.compiling.traced import ProgramFacts
+from systolic.forecasting.platforms import LARGEST_ERROR, GpuModel
 from systolic.forecasting.run import ScheduleDetail, detail_of, interval_of
 from tests.recorded import operations
 
@@ -44,6 +45,17 @@ def test_the_table_is_what_the_stored_results_make() -> None:
     assert text == intervals.table(ROWS)
     assert set(intervals.KINDS) == set(tomllib.loads(text))
     assert intervals.PAGE.read_text().endswith("\n".join(intervals.coverage(ROWS)) + "\n")
+
+
+@pytest.mark.parametrize("by", GpuModel)
+def test_the_words_for_the_far_end_of_a_gpu_s_range_are_of_its_largest_error(by: GpuModel) -> None:
+    errors = {
+        row["id"]: row["error"] for row in ROWS if (row["group"], row["mode"]) == ("gpu", by.value)
+    }
+    largest = max(errors, key=lambda name: abs(errors[name]))
+    assert errors[largest] < 0
+    assert largest.startswith("rosetta")
+    assert LARGEST_ERROR == "software of 2023 was the slowest beside it"
 
 
 def test_ranges_hold_the_share_of_results_that_they_were_made_without() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -14,19 +15,21 @@ from systolic.chips import Slice, slice
 from systolic.compiling import Compiler, FunctionProgram, Outcome, compile, gpu_compiler
 from systolic.compiling.gpu_compiler import compiler
 from systolic.compiling.host_backend import MOST_DEVICES
+from systolic.compiling.outcome import CompiledMemory
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.core.units import Origin
+from systolic.core.units import Origin, duration
 from systolic.forecasting import Forecast, Spread, forecast_program
 from systolic.forecasting.cautions import errors
 from systolic.forecasting.display import readings
 from systolic.forecasting.display.text import lines
 from systolic.forecasting.function import function_program
-from systolic.forecasting.platforms import STAND_IN, of_pool, of_triton
+from systolic.forecasting.platforms import STAND_IN, of_overlap, of_pool, of_triton
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.terminal import plain
 from systolic.sim.network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy
 
 roofline_only = pytest.mark.skipif(
@@ -162,6 +165,98 @@ def test_the_roofline_is_the_catalogues(h100: Forecast) -> None:
     assert h100.low == pytest.approx(h100.step_seconds / (1 + past["high"]))
     assert h100.high == pytest.approx(h100.step_seconds / (1 + past["low"]))
     assert f"{past['held']} of {past['rows']} published training steps on h100" in h100.interval
+
+
+@pytest.mark.parametrize(
+    ("on", "form", "peak"),
+    [
+        ("h100", "bf16", 989e12),
+        ("h100", "tf32", 494.7e12),
+        ("h100", "f32", 2 * 132 * 128 * 1.98e9),
+        ("h100", "fp8", 1979e12),
+        ("b300", "int8", 150e12),  # hardly any units: less than bf16's 2,250
+    ],
+)
+def test_executed_flops_are_compared_with_the_peak_of_their_format(
+    h100: Forecast, on: str, form: str, peak: float
+) -> None:
+    made = replace(h100, on=slice(on), flops_by_format={form: MATMUL})
+    assert made.hfu == pytest.approx(MATMUL / h100.step_seconds / peak, rel=1e-3)
+    said = dict(readings.speed(made))["HFU"]
+    assert said.endswith("%" if form == "bf16" else f"% of the {form} peak")
+
+
+def test_a_product_of_f32_is_of_the_tf32_peak(root: Path) -> None:
+    made = ask(
+        root,
+        layer,
+        (array(ROWS, WIDE, dtype="float32"), array(WIDE, DEEP, dtype="float32")),
+        "h100",
+    )
+    assert made.flops_by_format == {"tf32": MATMUL}
+    assert 0.3 < made.hfu < 0.81
+
+
+@pytest.mark.parametrize(("fraction", "pooled"), [("", "58.37 GiB"), ("0.9", "69.64 GiB")])
+def test_a_short_memory_keeps_collectives_beside_nothing(
+    fraction: str, pooled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's scheduler leaves 5 % free of what arguments leave of 80 % of 79.11 GiB, on a GPU of the pool, 75 % of them by itself."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
+    text = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p0: bf16[4096,4096]) -> bf16[32768,4096] {
+  %p0 = bf16[4096,4096]{1,0} parameter(0)
+  %all = (bf16[4096,4096]{1,0}, bf16[32768,4096]{1,0}) all-gather-start(%p0), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":SYNC}}
+  ROOT %done = bf16[32768,4096]{1,0} all-gather-done(%all)
+}
+"""
+    on = slice("8xh100")
+    alone, beside = (simulate(parse(text.replace("SYNC", word)), on) for word in ("true", "false"))
+    short = CompiledMemory(
+        argument_size_in_bytes=40 * 2**30,
+        output_size_in_bytes=40 * 2**30,
+        alias_size_in_bytes=40 * 2**30,
+        temp_size_in_bytes=30 * 2**30,
+    )
+    (line,) = of_overlap(on, alone, short, ())
+    assert duration(alone.seconds) in line
+    assert "--xla_gpu_memory_limit_slop_factor=125" in line
+    assert "keeps to 62.12 GiB here" in line
+    assert f"to {pooled} on a GPU" in line
+    enough = msgspec.structs.replace(short, temp_size_in_bytes=20 * 2**30)
+    assert not of_overlap(on, alone, enough, ())
+    assert not of_overlap(on, alone, short, ["--xla_gpu_memory_limit_slop_factor=110"])
+    assert not of_overlap(on, beside, short, ())
+
+
+@roofline_only
+@pytest.mark.parametrize(
+    ("dtype", "form", "peak"),
+    [
+        ("float8_e4m3fn", "fp8", 1979e12),
+        ("float8_e5m2", "fp8", 1979e12),
+        ("int8", "int8", 1979e12),
+    ],
+)
+def test_a_narrow_product_is_at_the_peak_of_its_format(
+    root: Path, dtype: str, form: str, peak: float
+) -> None:
+    """Not at that of wider operands, whose copies a CPU would make and a GPU does not: one op, which reads a byte a number."""
+    out = jnp.int32 if dtype == "int8" else jnp.bfloat16
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot(x, w, preferred_element_type=out)
+
+    made = ask(
+        root, product, (array(ROWS, WIDE, dtype=dtype), array(WIDE, DEEP, dtype=dtype)), "h100"
+    )
+    (span,) = [span for span, _ in made.timeline.leaves()]
+    assert made.flops_by_format == {form: MATMUL}
+    assert span.bytes == ROWS * WIDE + WIDE * DEEP + out(0).nbytes * ROWS * DEEP
+    reached = slice("h100").chip.source("measured_matmul_bf16_flops_per_second").value / 989e12
+    least = max(MATMUL / (peak * reached), span.bytes / gpu_peaks(slice("h100")).memory)
+    assert span.seconds == pytest.approx(least, rel=1e-3)
 
 
 def test_eight_gpus_gather_and_scatter_over_their_links(eight: Forecast) -> None:

@@ -17,6 +17,7 @@ FOREIGN: dict[str, str] = {
     "systolic/compiling/traced.py:name_of:__name__": "anyone's callable",
     "systolic/formats/conversion.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
     "systolic/formats/conversion.py:_turns:jaxpr": "the same",
+    "systolic/steps/tasks/__init__.py:cross_entropy_of:target": "modules of users, of which some keep no target",
 }
 """``path:function:attribute`` of values of other projects."""
 

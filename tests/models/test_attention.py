@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -76,6 +77,45 @@ def test_plain_attention_is_softmax_attention() -> None:
     masking = Masking(segments=segments, causal=True)
     found = jax.jit(lambda *given: attention(target("cpu"), *given, masking))(query, key, value)
     np.testing.assert_allclose(found, by_hand(query, key, value, segments), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "window", "segmented"),
+    [
+        (37, 37, True, 0, True),
+        (300, 300, True, 0, False),
+        (300, 300, True, 70, True),
+        (600, 600, True, 0, True),
+        (300, 300, False, 0, True),
+        (40, 90, False, 0, False),
+    ],
+)
+def test_attention_on_a_cpu_has_the_gradients_of_jax(
+    queries: int, keys: int, causal: bool, window: int, segmented: bool
+) -> None:
+    draw = np.random.default_rng(queries)
+    shapes = [(2, queries, 4, 8), (2, keys, 2, 8), (2, keys, 2, 8)]
+    arrays = [jnp.asarray(draw.normal(size=shape), "float32") for shape in shapes]
+    segments = jnp.asarray(np.sort(draw.integers(0, 3, (2, queries)))) if segmented else None
+    masking = Masking(segments=segments, causal=causal, window=window)
+    weights = draw.normal(size=shapes[0])
+
+    def of(platform: str, serves: bool = False):
+        where = replace(target(platform), serves=serves)
+        call = jax.value_and_grad(
+            lambda *given: (attention(where, *given, masking) * weights).sum(), argnums=(0, 1, 2)
+        )
+        return jax.jit(call)
+
+    own, known = of("cpu"), of("cpu", serves=True)  # a server's attention is JAX's
+    assert "custom_vjp" not in str(jax.make_jaxpr(known)(*arrays))
+    near = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, own(*arrays), known(*arrays))
+    # Keys that no query of a span sees are not multiplied.
+    multiplied = own.lower(*arrays).cost_analysis()["flops"]
+    assert (multiplied < 0.9 * known.lower(*arrays).cost_analysis()["flops"]) == (
+        queries > 256 and causal
+    )
 
 
 def test_splash_attention_is_softmax_attention() -> None:

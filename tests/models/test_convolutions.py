@@ -14,7 +14,15 @@ from tests.tiers import some
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(
     ("taps", "inner", "outer", "groups"),
-    [(3, 1, 6, 6), (1, 6, 4, 1), (3, 6, 4, 1), (5, 1, 6, 6), (3, 3, 4, 2)],
+    [
+        (3, 1, 6, 6),
+        (1, 6, 4, 1),
+        (3, 6, 4, 1),
+        (5, 1, 6, 6),
+        (3, 3, 4, 2),
+        (3, 3, 4, 1),
+        (7, 2, 5, 1),
+    ],
 )
 @pytest.mark.parametrize(
     "pads", some([((1, 1), (1, 1)), ((0, 1), (0, 2)), ((0, 0), (2, 1))], [((0, 1), (0, 2))])

@@ -1,6 +1,7 @@
 """The encoder: what it computes, counts, refuses and learns."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from systolic.job import Field, Layout, Remat
 from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.recipes.mlm import mlm
 from systolic.steps import jaxpr
+from systolic.steps.network import ModelStructure
 from tests.models import encoders
 from tests.models.decoders import drawn
 
@@ -188,3 +190,22 @@ def test_shrunk_models_fit_the_layout() -> None:
     small = LARGE.shrink(layout)
     small.check(layout)
     assert small.d_model <= 192
+
+
+def program(layers: int, platform: str) -> jax.stages.Lowered:
+    """An encoder's forward pass, lowered for a platform."""
+    target = replace(encoders.steps(encoders.job()).target, platform=platform)
+    network = ModelStructure(replace(encoders.MODEL, layers=layers), target)
+    ids = jax.ShapeDtypeStruct((2, 32), jnp.int32)
+    return jax.jit(lambda p, s, ids: network.module(p, s, False)(ids, ids, ids)).lower(
+        *network.shapes, ids
+    )
+
+
+def test_a_layer_on_a_cpu_reads_the_one_before():
+    def widest(layers):
+        text = program(layers, "cpu").compile().as_text()
+        return max(len(found.split(", %")) for found in re.findall(r" fusion\((.*?)\), kind", text))
+
+    assert widest(4) == widest(2)
+    assert "inlineable" not in program(2, "tpu").as_text()

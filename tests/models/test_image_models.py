@@ -2,15 +2,31 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.inference import predictor
+from systolic.inference.predictor import FixedForm, Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.job import Field, Layout, Model, Remat
-from systolic.models.vision.config import CNN, Depth, MobileNetV2, Pixels, Preset, ResNet, Stem, ViT
+from systolic.models.layers import max_pool
+from systolic.models.vision.config import (
+    CNN,
+    Depth,
+    MobileNetV2,
+    Padding,
+    Pixels,
+    Preset,
+    ResNet,
+    Stem,
+    ViT,
+)
 from systolic.models.vision.module import sincos
 from systolic.steps import jaxpr
 from tests.models.decoders import drawn
@@ -334,3 +350,72 @@ def test_flops_of_resnet_50_are_those_by_hand() -> None:
     mine = of.job.data.fields()
     model = of.job.model
     assert of.step_flops == of.batch_size * (3 * model.flops(mine) - model.input_flops(mine))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "shape", "dtype"),
+    [
+        (3, 2, ((1, 1), (1, 1)), (2, 11, 14, 3), "float32"),
+        (3, 2, ((1, 1), (1, 1)), (2, 12, 9, 3), "bfloat16"),
+        (2, 2, "SAME", (2, 7, 8, 3), "float32"),
+        (2, 2, "VALID", (2, 7, 8, 3), "float32"),
+        (3, 1, "SAME", (1, 5, 6, 2), "float32"),
+        (2, 3, "VALID", (1, 11, 10, 2), "float32"),
+    ],
+)
+def test_max_pooling_on_a_cpu_has_the_gradient_of_xla(
+    size: int, stride: int, padding: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.integers(0, 4, shape), dtype)  # with many equals
+    known = partial(
+        nnx.max_pool, window_shape=(size, size), strides=(stride, stride), padding=padding
+    )
+    weights = jnp.asarray(draw.integers(-8, 8, known(x).shape), dtype)  # sums of these are exact
+    on_cpu = steps(MODELS["cnn"]).target
+    gradients = [
+        jax.jit(jax.grad(lambda x, pool=pool: (pool(x) * weights).sum()))
+        for pool in (known, lambda x: max_pool(on_cpu, x, size, stride, padding))
+    ]
+    np.testing.assert_array_equal(*(gradient(x) for gradient in gradients))
+    scatters = ["select_and_scatter" in gradient.lower(x).as_text() for gradient in gradients]
+    assert scatters == [True, False]
+    on_tpu = replace(on_cpu, platform="tpu")
+    traced = jax.make_jaxpr(lambda x: max_pool(on_tpu, x, size, stride, padding))(x)
+    assert "custom_vjp" not in str(traced)
+
+
+@pytest.mark.parametrize("padding", Padding)
+def test_a_mobilenet_on_a_cpu_alone_has_no_convolution(padding: Padding) -> None:
+    model = replace(MODELS["mobilenet"], padding=padding, pixels=Pixels(size=17))
+    on_cpu, elsewhere = (steps(model, platform=name) for name in ("cpu", "tpu"))
+    draw = np.random.default_rng(2)
+    weights = [
+        {
+            name: value + draw.uniform(0, 0.5, value.shape).astype(np.float32)
+            for name, value in of.items()
+        }
+        for of in start(on_cpu)
+    ]
+    programs = [jax.jit(of.predict).lower(*weights, batch(on_cpu)) for of in (on_cpu, elsewhere)]
+    own, plain = (program.compile()(*weights, batch(on_cpu)) for program in programs)
+    for name, wanted in plain.items():
+        np.testing.assert_allclose(own[name], wanted, rtol=1e-4, atol=1e-5)
+    assert [program.as_text().count("stablehlo.convolution") for program in programs] == [0, 52]
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_a_batch_on_a_cpu_is_answered_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = steps(MODELS["cnn"], batch=rows)
+    weights, image = start(of), batch(of)["image"]
+    examples = [Row(arrays={"image": picture}) for picture in image]
+    bucket = Bucket(rows=rows)
+    whole = Predictor(FixedForm(of), *weights)(examples, bucket)
+    # The largest array has the patches of the second convolution, 16 x 16 x 36 floats a picture.
+    monkeypatch.setattr(predictor, "PIECE_BYTES", 4 * 16 * 16 * 36 * 5)
+    pieces = Predictor(FixedForm(of), *weights)
+    for own, wanted in zip(pieces(examples, bucket), whole, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(own[name], value, rtol=1e-5, atol=1e-6)
+    text = pieces._compiled[bucket].func.as_text()
+    assert ("[4,16,16,4]" in text, "[8,16,16,4]" in text) == (rows == 8, False)

@@ -334,9 +334,10 @@ def test_a_plans_flags_are_those_of_the_run(tmp_path: Path) -> None:
     before = dict(os.environ)
     chosen = requested(TINY, ["--plan", str(plan)]).as_typed.chosen
     assert dict(os.environ) == before
-    assert new_flags("", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=1")
-    assert new_flags("--xla_tpu_y=2", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=2")
-    assert new_flags("none", chosen).compiler == ()
+    model = recipes.find(TINY)({}).model
+    assert new_flags("", chosen, model).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=1")
+    assert new_flags("--xla_tpu_y=2", chosen, model).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=2")
+    assert new_flags("none", chosen, model).compiler == ()
 
 
 def test_the_defaults_of_a_layout_survive() -> None:

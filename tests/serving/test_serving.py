@@ -43,6 +43,7 @@ from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")
 
 
@@ -447,6 +448,22 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("systolic: ")
+
+
+@pytest.mark.slow
+def test_the_journey_of_a_server_leaves_nothing() -> None:
+    """A sample of benchmarks/serve/journey.py, whose ``faults`` are all that is wrong."""
+    command = [sys.executable, "benchmarks/serve/journey.py", "--requests", "500", "--pool", "40"]
+    done = subprocess.run(
+        [*command, "--speculate", "4", "--turns", "1"], cwd=ROOT, text=True, capture_output=True
+    )
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert report["faults"] == []
+    assert report["requests"] == 500
+    assert {"answered", "answered as alone", "left"} <= report["outcomes"].keys()
+    assert report["log"]["replaced"] == 4
+    assert report["counters"]["num_preemptions_total"] > 0
 
 
 def greedy() -> Any:

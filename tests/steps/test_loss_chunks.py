@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ from systolic.job import Layout
 from systolic.job.data import MASK
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder
-from systolic.steps.logits import cross_entropy, log_normaliser
+from systolic.steps.logits import cross_entropy, cross_entropy_on_cpu, log_normaliser
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget, make_mesh
-from systolic.steps.tasks import LanguageModel, Unit
+from systolic.steps.tasks import LanguageModel, Unit, cross_entropy_of
 from tests.steps import tiny
 from tests.steps.test_layouts import check, on_eight_devices
 from tests.tiers import some
@@ -220,3 +221,31 @@ def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
 def test_there_is_at_least_one_tile() -> None:
     with pytest.raises(LayoutError, match=r"loss-chunks is 0; .* must be at least 1"):
         Layout(loss_chunks=0)
+
+
+def test_the_form_for_a_cpu_scores_the_same() -> None:
+    draw = np.random.default_rng(0)
+    logits = np.round(draw.normal(size=(3, 5, 37)), 1).astype(np.float32)  # equals are likely
+    logits[0] = logits[0].max(axis=-1, keepdims=True)
+    targets = draw.integers(-1, 37, (3, 5))
+    targets[0], targets[1, :2] = [0, 1, 36, -1, 0], logits[1, :2].argmax(axis=-1)
+    seen = (targets >= 0).astype(np.float32)
+
+    def scored(read: Any) -> Any:
+        def total(logits: Any) -> Any:
+            scores = read(logits, jnp.asarray(targets))
+            return (jnp.tanh(scores.nats + scores.normaliser) * seen).sum(), scores
+
+        return jax.value_and_grad(total, has_aux=True)(logits)
+
+    (total, scores), gradient = scored(cross_entropy)
+    (own_total, own), own_gradient = scored(cross_entropy_on_cpu)
+    np.testing.assert_allclose(own_total, total, rtol=1e-6)
+    np.testing.assert_allclose(own_gradient, gradient, atol=1e-6)
+    np.testing.assert_array_equal(own.best * seen, scores.best * seen)
+    assert 2 <= float((own.best * seen).sum()) < seen.sum()
+    here = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target
+    forms = [
+        cross_entropy_of(SimpleNamespace(target=replace(here, platform=p))) for p in ("cpu", "tpu")
+    ]
+    assert forms == [cross_entropy_on_cpu, cross_entropy]

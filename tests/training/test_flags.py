@@ -15,13 +15,15 @@ from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
 from systolic.inference.model import set_up_here
-from systolic.recipes.jobs import kept_flags
+from systolic.models.vision.config import Depth, ResNet
+from systolic.recipes.jobs import kept_flags, new_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import Run
 from systolic.setup import set_up
 from systolic.steps.machine import LocalDevices
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.step_functions import StepFunctions
+from tests.models.images import CLASSES, COLOURED, steps
 from tests.training.sessions import losses, records
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"
@@ -68,8 +70,23 @@ def test_flags_are_in_the_record_and_kept(
 
 
 def test_a_run_of_a_version_without_flags_goes_on_without_any() -> None:
-    assert kept_flags(EARLIER, None, None).compiler == ()
-    assert kept_flags(EARLIER, None, FLAG).compiler == (FLAG,)
+    model = recipes.find(RECIPE)({}).model
+    assert kept_flags(EARLIER, None, model, None).compiler == ()
+    assert kept_flags(EARLIER, None, model, FLAG).compiler == (FLAG,)
+
+
+def test_convolutional_networks_have_flags_of_their_own_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = [flag.text for flag in SHARED if flag.convolutional]
+    job = steps(ResNet(depth=Depth.d10, width=4, num_classes=CLASSES, pixels=COLOURED)).job
+    assert [*set_up(job, reads=False).flags] == here
+    assert [*new_flags("none", None, job.model).compiler] == []
+    assert [*new_flags(FLAG, None, job.model).compiler] == [*here, FLAG]
+    tiny = recipes.find(RECIPE)({})
+    assert set_up(tiny, reads=False).flags == new_flags("", None, tiny.model).compiler == ()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
+    assert [*set_up(job, reads=False).flags] == here[:1]
 
 
 def test_flags_are_options_of_the_programs() -> None:

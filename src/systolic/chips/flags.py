@@ -13,12 +13,15 @@ SPELT = 2
 """Flags beside the shared ones that are spelt out in a line of figures."""
 UNRANKED = ("--xla_tpu_scoped_vmem_limit_kib",)
 """Flags whose effect the compiler only guesses: cycles of a matmul on v6e fall steadily from 16 to 112 MiB, chips' time does not."""
+OVERLAPPED = "--xla_gpu_enable_latency_hiding_scheduler=true"
+"""Flag of XLA's GPU compiler that runs collectives beside compute. It is on by itself from Hopper on, not on Ampere."""
 GPU_PIPELINED = (
+    OVERLAPPED,
     "--xla_gpu_enable_pipelined_all_gather=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
 )
-"""Flags of XLA's GPU compiler that move a layer's collectives into the loop's next or last iteration. Its latency-hiding scheduler is on by default."""
+"""Flags of XLA's GPU compiler that move a layer's collectives into the loop's next or last iteration."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
@@ -35,6 +38,9 @@ class Flag:
     evidence: str
     """Measurement on chips, and by whom; ``simulated`` where nobody has published one."""
     generations: Sequence[str]
+    """Chips by name; ``cpu`` is the machine's own."""
+    convolutional: bool = False
+    """Whether jobs with a convolutional network alone have it."""
 
 
 SHARED: Sequence[Flag] = (
@@ -60,6 +66,22 @@ SHARED: Sequence[Flag] = (
         generations=("tpu7x",),
     ),
     Flag(
+        text="--xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+        short="convolutions on all cores",
+        why="YNNPACK runs a convolution that stands alone, and its gradients, on one core where XLA's own take all",
+        evidence="ResNet-18, 64 images of 32 x 32 a step, two cores of an AMD EPYC (Zen 4), jaxlib 0.10.2: 0.82 of the time (benchmarks/results/2026-11-28-cpu-training.md)",
+        generations=("cpu",),
+        convolutional=True,
+    ),
+    Flag(
+        text="--xla_disable_hlo_passes=cse_barrier_expander",
+        short="barriers to fusion stay",
+        why="without its barriers a norm and the activation behind it are computed again in the transposed copies that the gradients of kernels read",
+        evidence="the same step, beside the other flag: 0.88 of the time (benchmarks/results/2026-11-28-cpu-training.md)",
+        generations=("cpu",),
+        convolutional=True,
+    ),
+    Flag(
         text="--xla_tpu_control_large_2nd_minor_layout_for_x16=false",
         short="bf16 arrays in tiles of 8 rows",
         why="weights and caches come in tiles of 8 rows; with matmuls in tiles of 16 each call begins by relaying all of them",
@@ -70,8 +92,21 @@ SHARED: Sequence[Flag] = (
 
 
 def shared_flags(chip: Chip) -> list[Flag]:
-    """The flags that all jobs have on a chip; none off TPU."""
+    """The flags that jobs share on a chip, TPU or CPU: all, or those with a convolutional network."""
     return [flag for flag in SHARED if chip.name in flag.generations]
+
+
+def shared_set(chip: Chip | None, platform: str, *, convolutional: bool) -> list[str]:
+    """The flags that a job shares with others like it.
+
+    Args:
+        chip: The chip; None for a CPU and for what the catalogue does not have.
+        platform: ``tpu``, ``gpu`` or ``cpu``.
+        convolutional: Whether its model is a convolutional network.
+    """
+    name = chip.name if chip is not None else platform
+    own = [flag for flag in SHARED if name in flag.generations]
+    return [flag.text for flag in own if convolutional or not flag.convolutional]
 
 
 def resolved(
@@ -82,8 +117,8 @@ def resolved(
     Args:
         typed: What ``--flags`` says: flags that come on top of the shared set (of a flag in both, the
             given value), or ``none`` and flags that replace the set.
-        chip: For which chip; a CPU's job may give None.
-        base: What stands in place of the shared set: the flags that a plan or a run was made with.
+        chip: For which chip, where all jobs there share the set; None for none.
+        base: What stands in place of the shared set: that of a job by :func:`shared_set`, or the flags that a plan or a run was made with.
 
     Raises:
         OptionError: a word is no flag.
@@ -96,15 +131,17 @@ def resolved(
             )
     mine = [word for word in words if word != NONE]
     if base is None:
-        base = [flag.text for flag in shared_flags(chip)] if chip is not None else []
+        shared = [] if chip is None else shared_flags(chip)
+        base = [flag.text for flag in shared if not flag.convolutional]
     return merged([] if NONE in words else base, mine)
 
 
 def spoken(flags: Sequence[str], chip: Chip) -> str:
     """Value of ``--flags`` that gives exactly these flags on a chip; empty where they are the shared set."""
-    shared = [flag.text for flag in shared_flags(chip)]
+    flags_here = shared_flags(chip)
+    shared = [flag.text for flag in flags_here]
     named = {name_of(flag) for flag in flags}
-    if any(name_of(flag) not in named for flag in shared):
+    if any(name_of(flag.text) not in named for flag in flags_here if not flag.convolutional):
         return " ".join((NONE, *flags))
     return " ".join(flag for flag in flags if flag not in shared)
 

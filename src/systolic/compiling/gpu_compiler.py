@@ -53,6 +53,11 @@ def compiles(on: Slice) -> bool:
     return on.platform == "gpu" and is_described(on.chip) and compiler() is not None
 
 
+def overlaps_unasked(chip: Chip) -> bool:
+    """Whether XLA schedules collectives beside compute without a flag: from Hopper on, whose kernels it estimates."""
+    return int((chip.compute_capability or "9").partition(".")[0]) >= 9
+
+
 def flags_for(verb: str) -> tuple[str, ...]:
     """Flags of a compile for a described GPU, by the kind of step."""
     return () if verb in FEW_ROWS else FLAGS

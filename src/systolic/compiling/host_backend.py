@@ -25,6 +25,9 @@ MOST_DEVICES = 2048
 """Most virtual devices of one process: XLA's CPU client uses larger ids for other processes."""
 CPU_PASSES = (
     "float-normalization-bf16",  # bf16 to f32
+    "float-normalization-f8e4m3fn",  # fp8 to f16
+    "float-normalization-f8e5m2",
+    "operand_upcaster",  # operands of matmuls in fp8 to f32, in int8 to s32
     "all-reduce-promotion",  # reductions of bf16 in f32
     "dot-library-rewriter",  # matmuls into a CPU library's
     "cpu-parallel-task-assigner",  # large ops into calls for threads
@@ -105,7 +108,7 @@ def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
         return [on.chip.title, str(on.chip.host_vcpus)]
     facts = [*_cards(), environ.get("JAX_PLATFORMS", ""), environ.get("CUDA_VISIBLE_DEVICES", "")]
     if not gpu_compiler.compiles(on):
-        return facts
+        return [*facts, *CPU_PASSES]
     compiler = gpu_compiler.compiler() or ""
     return [
         *facts,

@@ -17,6 +17,7 @@ from systolic.forecasting.op_changes import OpGroup, Schedule, groups_of, table_
 from systolic.report.notebook import notebook_html
 from systolic.sim.calibration import Calibration, factors_json
 from systolic.sim.cost_kinds import corrected_seconds
+from systolic.sim.gpu import format_peak
 from systolic.sim.incomplete import Incomplete
 from systolic.sim.rates import peaks_of
 from systolic.sim.timeline import PricedBy, Resource, Timeline
@@ -128,25 +129,25 @@ class Forecast:
     @property
     def hfu(self) -> float | None:
         """Executed FLOPs, each over the peak of its operands' format: the share of the step that the matrix units need at least."""
-        bf16, peaks = self.on.chip.peak_bf16_flops_per_second, peaks_of(self.on.chip)
+        bf16 = self.on.chip.peak_bf16_flops_per_second
         if not self.flops_by_format or not bf16:
             return self._share(self.hardware_flops * self.on.num_devices)
         at_bf16 = sum(
-            flops * bf16 / max(peaks.get(name, bf16), bf16)
-            for name, flops in self.flops_by_format.items()
+            flops * bf16 / self._peak(name, bf16) for name, flops in self.flops_by_format.items()
         )
         return self._share(at_bf16 * self.on.num_devices)
 
     @property
-    def fastest_format(self) -> str:
-        """The format other than bf16 in which most matmuls run faster than in bf16; ``bf16`` where none does."""
-        peaks = peaks_of(self.on.chip)
-        faster = {
-            name: flops
-            for name, flops in self.flops_by_format.items()
-            if peaks.get(name, 0.0) > peaks.get("bf16", 0.0)
-        }
-        return max(faster, key=lambda name: faster[name], default="bf16")
+    def has_several_peaks(self) -> bool:
+        """Whether matmuls run in a format whose peak is not that of bf16."""
+        bf16 = self.on.chip.peak_bf16_flops_per_second
+        return bool(bf16) and any(self._peak(name, bf16) != bf16 for name in self.flops_by_format)
+
+    def _peak(self, form: str, bf16: float) -> float:
+        """FLOP/s of a chip's matrix units, or of a GPU's lanes, in a number format. f32 runs as passes of bf16 on a TPU."""
+        if self.on.platform == "gpu":
+            return format_peak(self.on.chip, form)
+        return max(peaks_of(self.on.chip).get(form, bf16), bf16)
 
     def _share(self, flops: float | None) -> float | None:
         peak = self.on.chip.peak_bf16_flops_per_second

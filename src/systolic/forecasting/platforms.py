@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from systolic.chips import Slice
-from systolic.chips.flags import name_of
+from systolic.chips.flags import OVERLAPPED, name_of
 from systolic.compiling import Compiled
-from systolic.compiling.gpu_compiler import FRACTIONS, advice, flags_for, pool_bytes
+from systolic.compiling.gpu_compiler import (
+    FRACTIONS,
+    advice,
+    flags_for,
+    overlaps_unasked,
+    pool_bytes,
+)
 from systolic.compiling.host_backend import Built, CpuRates
 from systolic.compiling.outcome import CompiledMemory, CompileReport
 from systolic.core.errors import NotFoundError
@@ -29,8 +35,17 @@ from systolic.sim.gpu_ops import add_workspaces
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Timeline
+from systolic.sim.timeline import Resource, Timeline
 
+LEAST_ALONE = 0.02
+"""Share of a step from which collectives beside nothing are spoken of."""
+SCHEDULED_SHARE = 0.8
+"""Share of a GPU's memory that XLA's scheduler counts on where it compiles for an absent GPU; on a GPU it is the pool (gpu_hlo_schedule.cc)."""
+SCHEDULED_SLOP = 0.95
+"""Share of what arguments and results leave of that up to which the scheduler overlaps."""
+LARGEST_ERROR = "software of 2023 was the slowest beside it"
+"""Steps at the far end of a GPU's range, by its schedule as by its roofline."""
+MORE_MEMORY = "--xla_gpu_memory_limit_slop_factor=125"
 CPU_FACTOR = 2.0
 """Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
 CONTEXT_BYTES = 1 << 29
@@ -63,6 +78,8 @@ def forecast_host(
     timeline, why = _timeline(module, on, report, given)
     if timeline is None:
         notes.append(why)
+    elif on.platform == "gpu" and built is Built.topology:
+        notes += of_overlap(on, timeline, report.memory or CompiledMemory(), report.flags)
     fits = not have or memory.peak_bytes <= have
     by = GpuModel.roofline if built is Built.stand_in else GpuModel.compiler
     low, high, basis = (None, None, "") if timeline is None else interval(on, timeline, by)
@@ -164,13 +181,6 @@ class GpuModel(enum.Enum):
     roofline = "roofline"
 
 
-LARGEST_ERRORS = {
-    GpuModel.compiler: "software of 2023 was the slowest beside it",
-    GpuModel.roofline: "fp8 was the fastest beside it",
-}
-"""Steps at the ends of a GPU's range."""
-
-
 def interval(
     on: Slice, timeline: Timeline, by: GpuModel = GpuModel.compiler
 ) -> tuple[float, float | None, str]:
@@ -183,7 +193,7 @@ def interval(
         row = by_chip.get(on.chip.name) or by_chip["all"]
         where = on.chip.name if on.chip.name in by_chip else f"GPUs, too few on {on.chip.name}"
         down, up = 1 / (1 + row["high"]), 1 / (1 + row["low"])
-        text = f"{row['held']} of {row['rows']} published training steps on {where}, to which no price was fitted; {LARGEST_ERRORS[by]}"
+        text = f"{row['held']} of {row['rows']} published training steps on {where}, to which no price was fitted; {LARGEST_ERROR}"
 
     def range_of(variant: Timeline) -> tuple[float, float, str]:
         estimated, least, most = variant.by_rule
@@ -209,6 +219,37 @@ def of_triton(flags: Sequence[str], verb: str) -> list[str]:
     if verb == "captured":
         return [WITHOUT_TRITON.replace("--flags=", "XLA_FLAGS=")]
     return [WITHOUT_TRITON if flags_for(verb) else WITH_TRITON]
+
+
+def of_overlap(
+    on: Slice, timeline: Timeline, memory: CompiledMemory, flags: Sequence[str]
+) -> list[str]:
+    """A line where collectives that a GPU's schedule runs beside nothing take a share of the step, and why."""
+    alone = sum(
+        span.seconds * times
+        for span, times in timeline.leaves()
+        if span.lane == "core" and span.bytes and span.resource in (Resource.ici, Resource.dcn)
+    )
+    if alone < LEAST_ALONE * timeline.seconds:
+        return []
+    line = f"{duration(alone)} of collectives run beside nothing"
+    set_already = {name_of(flag) for flag in flags}
+    if not overlaps_unasked(on.chip) and name_of(OVERLAPPED) not in set_already:
+        return [f"{line}: on {on.chip.name} XLA overlaps them with --flags={OVERLAPPED} only"]
+    whole, pool = on.chip.driver_hbm_bytes or 0, pool_bytes(on.chip)
+    here = _scheduled(SCHEDULED_SHARE * whole, memory)
+    if (_peak(memory) or 0) <= here or name_of(MORE_MEMORY) in set_already:
+        return []
+    there = _scheduled(pool if pool < whole else SCHEDULED_SHARE * whole, memory)
+    return [
+        f"{line}: memory is short for XLA's scheduler, which keeps to {gibibytes(here)} here and, by the size of XLA's pool, to {gibibytes(there)} on a GPU; --flags={MORE_MEMORY} lets it take more"
+    ]
+
+
+def _scheduled(base: float, memory: CompiledMemory) -> int:
+    """Bytes that XLA's scheduler keeps a program to, of those that it counts on."""
+    held = (_peak(memory) or 0) - (memory.temp_size_in_bytes or 0)
+    return round(held + SCHEDULED_SLOP * (base - held))
 
 
 def of_pool(peak_bytes: int, on: Slice) -> list[str]:

@@ -521,8 +521,8 @@ class TrainedModel:
         """Whether texts are generated as a server does: by a decoder on one CPU with more weights than caches hold, and memory for them in both forms."""
         from systolic.chips.host import free_bytes
         from systolic.models.decoder.config import Decoder
+        from systolic.models.linear import alone_on_cpu
         from systolic.runs.weights import sizes_of
-        from systolic.steps.paged import alone_on_cpu
 
         sizes = sizes_of({**self.weights.params, **self.weights.model_state})
         held = sum(sizes.bytes_by_dtype.values())
@@ -644,7 +644,7 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
     flags = None
     if run is not None:
         record = read_record(run)
-        flags = kept_flags(record, record.plan).compiler
+        flags = kept_flags(record, record.plan, job.model).compiler
     job = replace(job, layout=layout, batch=batch)
     return set_up(job, machine, flags, reads=False, serves=placed is not None)
 

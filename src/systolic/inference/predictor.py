@@ -30,6 +30,9 @@ FEATURES = "features"
 PROMPT = "prompt"
 """Ids that a recording's text starts with."""
 TOKENS = "tokens"
+PIECE_BYTES = 12 * 2**20
+"""Largest array of a piece of a batch on a CPU, of two rows at least. 8 pictures of MobileNetV2 take 0.65 of the time in pieces of two,
+32 texts of MiniLM 0.85 in pieces of 8: caches hold what they compute, and glibc maps memory of 32 MiB or more anew in each call."""
 Output = Mapping[str, np.ndarray]
 """Outputs of a row by name."""
 
@@ -210,7 +213,7 @@ class Predictor:
 
         def lower() -> Any:
             if self._folds:
-                jitted = jax.jit(folded(), compiler_options=self._options)
+                jitted = jax.jit(self._in_pieces(bucket, folded()), compiler_options=self._options)
                 return jitted.lower(*spec.arguments)
             return self._jitted.lower(*spec.arguments)
 
@@ -238,6 +241,18 @@ class Predictor:
         return cache(
             lambda: FoldedProgram(self.form.function(), self._weights, self.form.abstract(bucket))
         )
+
+    def _in_pieces(self, bucket: Bucket, folded: FoldedProgram) -> Callable[..., Any]:
+        """The folded program of a bucket, rows in pieces whose arrays caches hold."""
+        rows, largest = bucket.rows, folded.largest
+        sizes = [size for size in range(2, rows) if rows % size == 0]
+        if not sizes or not self.form.steady or largest <= PIECE_BYTES:
+            return folded
+        piece = max(
+            (size for size in sizes if size * largest <= PIECE_BYTES * rows), default=sizes[0]
+        )
+        own = self._folded(replace(bucket, rows=piece))()
+        return partial(own.in_pieces, pieces=rows // piece)
 
     def _constants_of(
         self, bucket: Bucket, folded: Callable[[], FoldedProgram] | None = None
@@ -296,11 +311,10 @@ class Predictor:
     def __call__(self, rows: Sequence[Row], bucket: Bucket) -> list[dict[str, np.ndarray]]:
         """Outputs of each row by name; compiles the bucket's program if that was not done before."""
         self.compile(bucket)
-        where = self.form.shardings
-        batch = {
-            name: jax.device_put(array, where[name])
-            for name, array in self.form.batch(rows, bucket).items()
-        }
+        batch: Arrays = dict(self.form.batch(rows, bucket))
+        if not self._folds:
+            where = self.form.shardings
+            batch = {name: jax.device_put(array, where[name]) for name, array in batch.items()}
         outputs = jax.device_get(self._compiled[bucket](batch))
         # A copy, so that an answer does not keep the whole batch in memory.
         return [

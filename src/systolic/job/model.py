@@ -148,6 +148,11 @@ class Model(ABC):
         """Raises LayoutError where the layout's axes don't divide this model; before any compile."""
         del layout
 
+    @property
+    def is_convolutional(self) -> bool:
+        """Whether dense convolutions are most of its work; programs for a CPU are then compiled with flags of their own."""
+        return False
+
     def check_batch(self, examples: int) -> None:
         """Raises OptionError where a pass of so many examples can't be trained on; before any compile."""
         del examples

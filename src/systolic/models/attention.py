@@ -5,9 +5,10 @@ of the machine that traces it. A shape that rules a kernel out is reported with 
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name as name
 
 from systolic.job import ContextOrder, Target
+from systolic.models.linear import alone_on_cpu
 
 LEAST_TOKENS = 4096
 """Rows from which on balanced order pays on a TPU (``ContextOrder.auto``).
@@ -23,6 +25,10 @@ By schedule, two layers of width 2,048 with 131,072 tokens a step on v5e-8 with 
 tokens 213 and 233 ms, 2,048 216 and 230, 4,096 240.4 and 240.5, 8,192 279 and 267, 16,384 354 and 318. Moving the pieces takes as
 long for any row, what equal work saves grows with it.
 """
+LEAST_SPAN, MOST_SPANS = 128, 4
+"""Queries of a span on a CPU at least, and spans at most."""
+UNSEEN = float(np.finfo(np.float32).min) / 2
+"""Logit of a key that is not seen; finite, so that a row that sees none has no NaN."""
 ATTENDED = "attention"
 """Name of attention's result for policies of rematerialisation."""
 CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
@@ -201,13 +207,7 @@ def attention(
         return attended if masking.causal else name(attended, ATTENDED)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
     mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
-    attend = partial(
-        jax.nn.dot_product_attention,
-        mask=mask,
-        is_causal=causal,
-        local_window_size=(window - 1, 0) if window else None,
-        scale=logits.scale,
-    )
+    attend = partial(_attend, logits.scale, causal, window, mask=mask)
     if kernel is Kernel.cudnn:
         try:
             return name(_by_cudnn(attend, query, key, value), ATTENDED)
@@ -220,7 +220,26 @@ def attention(
     plain = (query.astype(wide), key.astype(wide), value.astype(wide))
     if by_hand:
         return name(attend_plainly(*plain, mask, logits).astype(query.dtype), ATTENDED)
+    if _is_trained_on_cpu(target, query.shape[1], wide):
+        attended = _on_cpu(logits.scale, causal, window, *plain, mask)
+        return name(attended.astype(query.dtype), ATTENDED)
     return name(attend(*plain, implementation="xla").astype(query.dtype), ATTENDED)
+
+
+def _attend(
+    scale: float | None, causal: bool, window: int, *arrays: jax.Array, **options: Any
+) -> jax.Array:
+    """JAX's attention of a query, key and value."""
+    seen = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        *arrays, is_causal=causal, local_window_size=seen, scale=scale, **options
+    )
+
+
+def _is_trained_on_cpu(target: Target, sequence: int, dtype: jnp.dtype) -> bool:
+    """Whether attention is :func:`_on_cpu`: on one CPU in float32, of a length that the program does not leave open, unless a server's."""
+    fixed = isinstance(sequence, int) and dtype == jnp.float32
+    return fixed and alone_on_cpu(target) and not target.serves
 
 
 def _by_cudnn(
@@ -279,6 +298,159 @@ def attend_plainly(
         total = total + jnp.exp(sinks - largest)
     weights = (chances / total).astype(value.dtype)
     return jnp.einsum("bkgqs,bske->bqkge", weights, value).reshape(batch, queries, heads, -1)
+
+
+class QuerySpan(NamedTuple):
+    """Queries that are attended for at once on a CPU, and the keys that any of them sees."""
+
+    first: int
+    last: int
+    """After the last query."""
+    least: int
+    most: int
+    """After the last key."""
+    causal: bool
+    window: int
+    """See :class:`Masking`."""
+
+    def seen(self, mask: jax.Array | None) -> jax.Array | None:
+        """bool, broadcast to [batch, 1, 1, queries, keys]: what is seen of a mask bool[batch or 1, 1, all queries, all keys]."""
+        part = None
+        if mask is not None:
+            part = mask[:, :, None, self.first : self.last, self.least : self.most]
+        if not self.causal:
+            return part
+        back = jnp.arange(self.first, self.last)[:, None] - jnp.arange(self.least, self.most)
+        own = (back >= 0) & (back < (self.window or self.most))
+        return own if part is None else part & own
+
+
+def _spans(queries: int, keys: int, causal: bool, window: int) -> tuple[QuerySpan, ...]:
+    """One span, or up to :data:`MOST_SPANS` where later keys are unseen and need no products."""
+    count = max(1, min(MOST_SPANS, queries // LEAST_SPAN)) if causal else 1
+    size = -(-queries // count)
+    spans = []
+    for first in range(0, queries, size):
+        last = min(first + size, queries)
+        least = max(0, first - window + 1) if window else 0
+        most = min(last, keys) if causal else keys
+        spans.append(QuerySpan(first, last, least, most, causal, window))
+    return tuple(spans)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _on_cpu(
+    scale: float,
+    causal: bool,
+    window: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """JAX's attention, for the gradient on a CPU in another form.
+
+    XLA's CPU compiler copies the left side of a product that is not contiguous along what is summed, which are the
+    probabilities in the gradients of keys and values: here the smaller side is the left one. Products of keys that no query of a
+    span sees are left out.
+
+    Args:
+        scale: Factor of the products.
+        causal: See :class:`Masking`; beside the mask.
+        window: Likewise.
+        query: [batch, queries, heads, head_dim].
+        key: [batch, keys, kv_heads, head_dim].
+        value: [batch, keys, kv_heads, head_dim].
+        mask: bool[batch or 1, 1, queries, keys]; None sees all.
+
+    Returns:
+        [batch, queries, heads, head_dim].
+    """
+    return _attend(scale, causal, window, query, key, value, mask=mask, implementation="xla")
+
+
+def _attend_spans(
+    scale: float,
+    causal: bool,
+    window: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    spans = _spans(query.shape[1], key.shape[1], causal, window)
+    query, key, value = _by_head(query, key.shape[2]), _by_head(key), _by_head(value)
+    kept, outputs = [], []
+    for span in spans:
+        own = slice(span.least, span.most)
+        rows = _flat(query[:, :, :, span.first : span.last]) * scale
+        scores = _products(rows, key[:, :, own], 3, 3)
+        seen = span.seen(mask)
+        if seen is not None:
+            apart = scores.reshape(*query.shape[:3], -1, span.most - span.least)
+            scores = _flat(jnp.where(seen, apart, UNSEEN))
+        chances = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        total = jnp.sum(chances, axis=-1, keepdims=True)
+        output = _products(chances, value[:, :, own], 3, 2) / total
+        outputs.append(output.reshape(*query.shape[:3], -1, value.shape[-1]))
+        kept.append((rows, chances, total, output))
+    return _by_position(outputs), (key, value, kept)
+
+
+def _attended_gradient(
+    scale: float,
+    causal: bool,
+    window: int,
+    residuals: Any,
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    key, value, kept = residuals
+    spans = _spans(gradient.shape[1], key.shape[2], causal, window)
+    gradient = _by_head(gradient, key.shape[1])
+    queries = []
+    keys, values = jnp.zeros_like(key), jnp.zeros_like(value)
+    for span, (rows, chances, total, output) in zip(spans, kept, strict=True):
+        own = slice(span.least, span.most)
+        back = _flat(gradient[:, :, :, span.first : span.last]) / total
+        change = _products(back, value[:, :, own], 3, 3)
+        change = chances * (change - jnp.sum(back * output, axis=-1, keepdims=True))
+        query = scale * _products(change, key[:, :, own], 3, 2)
+        queries.append(query.reshape(*gradient.shape[:3], -1, key.shape[-1]))
+        keys = keys.at[:, :, own].add(_summed_on_the_left(rows, change))
+        values = values.at[:, :, own].add(_summed_on_the_left(back, chances))
+    return _by_position(queries), keys.swapaxes(1, 2), values.swapaxes(1, 2), None
+
+
+_on_cpu.defvjp(_attend_spans, _attended_gradient)
+
+
+def _by_head(array: jax.Array, groups: int = 0) -> jax.Array:
+    """[batch, sequence, heads, size] as [batch, heads, sequence, size], or as [batch, groups, heads of each, sequence, size]."""
+    turned = array.swapaxes(1, 2)
+    return turned.reshape(turned.shape[0], groups, -1, *turned.shape[2:]) if groups else turned
+
+
+def _by_position(parts: Sequence[jax.Array]) -> jax.Array:
+    """Parts [batch, groups, heads of each, positions, size] of a sequence as [batch, sequence, heads, size]."""
+    array = jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4)
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+
+def _flat(array: jax.Array) -> jax.Array:
+    """[batch, groups, heads of each, rows, size] with the rows of a group's heads one after the other."""
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+
+def _products(left: jax.Array, right: jax.Array, summed: int, over: int) -> jax.Array:
+    """Products of matrices [batch, heads, ...], over dim ``summed`` of the left side and ``over`` of the right."""
+    return jax.lax.dot_general(left, right, (((summed,), (over,)), ((0, 1), (0, 1))))
+
+
+def _summed_on_the_left(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """[batch, heads, keys, size] of ``rows`` [batch, heads, queries, size] and weights [batch, heads, queries, keys]."""
+    # Without the barrier the transpose would become one of the operands, with the weights on the left.
+    product = jax.lax.optimization_barrier(_products(rows, weights, 2, 2))
+    return product.swapaxes(2, 3)
 
 
 def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:

@@ -1,14 +1,18 @@
 """Parts that models share: layers, initial values, what rematerialisation saves, and the residual stream between blocks, which the tensor axis may split."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as name
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from systolic.job import Layout, Remat, Target
+from systolic.models.linear import alone_on_cpu
 from systolic.models.quantized.activations import Watched, w8a8_convolution, watched_channels
 from systolic.models.quantized.codes import Quantized
 from systolic.models.vision.config import Pixels
@@ -16,10 +20,14 @@ from systolic.models.vision.config import Pixels
 __all__ = ["name", "rematerialise"]
 TRUNCATED_DEVIATION = 0.879625657
 """Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+FEW_CHANNELS = 4
+"""Channels of pictures up to which a convolution on a CPU is a matmul of patches, in half the time for the first one of MobileNetV2."""
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
 DEVIATION = "deviation"
 """Name of the standard deviation that a parameter carries."""
+UNROLLED_LAYERS = 6
+"""Layers up to which a CPU program unrolls them: a loop copies each layer's weights out of their stack."""
 STREAM = ("batch", "residual_sequence", "residual_embed")
 """Logical names of its dims, [batch, sequence, d_model]."""
 
@@ -50,6 +58,38 @@ def rematerialise(
                 offload_dst="pinned_host",
             )
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+
+def apart(function: Callable[..., Any], target: Target) -> Callable[..., Any]:
+    """``function`` as a part of the program that XLA compiles by itself on one CPU; elsewhere as it is.
+
+    XLA's CPU compiler would compute a residual stream again from all earlier layers wherever it is read, in place of
+    reading it (a fusion with 70 operands in a BERT of six layers, whose whole call took 1.13 times as long).
+    """
+    if not alone_on_cpu(target):
+        return function
+    jitted = jax.jit(function)
+
+    def call(*args: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return jitted(*args)
+
+    return call
+
+
+def stacked_layers(
+    layer: Callable[[jax.Array, nnx.State], jax.Array], x: jax.Array, states: Any, target: Target
+) -> jax.Array:
+    """``x`` after all layers, under the layout's rematerialisation; ``states`` have a leading dim of layers."""
+    layer = rematerialise(layer, target.layout)
+    layers = len(jax.tree.leaves(states)[0])
+    if target.platform != "cpu" or layers > UNROLLED_LAYERS:
+        return jax.lax.scan(lambda x, state: (layer(x, state), None), x, states)[0]
+    layer = apart(layer, target)
+    for index in range(layers):
+        pick = partial(jax.lax.index_in_dim, index=index, keepdims=False)
+        x = layer(x, jax.tree.map(pick, states))
+    return x
 
 
 def weight(
@@ -159,30 +199,127 @@ def convolve_on_cpu(
     """The same as :func:`convolve`, without the convolutions that XLA has no fast code for on a CPU.
 
     One of each channel by itself is a sum of shifted pictures, which is one loop over memory (7 times as fast for
-    MobileNetV2 in a batch of 8), and one of a single tap a matmul.
+    MobileNetV2 in a batch of 8), one of a single tap a matmul, and one over few channels a matmul of patches. Of a dense
+    one the barrier keeps what led to its input out of the transposed copy that the gradient of its kernel reads, where
+    ``cse_barrier_expander`` is off.
     """
     if isinstance(kernel, Watched):
         x, kernel = watched_channels(x, kernel), kernel.value
     if isinstance(kernel, Quantized):
         return _scaled(convolve_on_cpu, x, kernel, stride, rows, columns, groups)
     taps = kernel.shape[0]
-    if groups == 1 and (taps, stride) == (1, 1):
+    if groups == 1 and taps == 1 and rows == columns == (0, 0):
+        x = x[:, ::stride, ::stride]
         return jnp.einsum("bhwi,io->bhwo", x, kernel[0, 0], preferred_element_type=_sums(x))
-    if groups != kernel.shape[3] or kernel.shape[2] != 1:
-        return convolve(x, kernel, stride, rows, columns, groups)
-    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0))).astype(_sums(x) or x.dtype)
+    by_channel = groups == kernel.shape[3] and kernel.shape[2] == 1
+    few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS
+    if not by_channel and not few:
+        return convolve(_apart(x), kernel, stride, rows, columns, groups)
+    x = jnp.pad(x, ((0, 0), rows, columns, (0, 0)))
     height, width = ((size - taps) // stride + 1 for size in x.shape[1:3])
+
+    def shifted(i: int, j: int) -> jax.Array:
+        picture = x[:, i : i + height * stride : stride, j : j + width * stride : stride]
+        return picture[:, :height, :width]
+
+    places = [(i, j) for i in range(taps) for j in range(taps)]
+    if few:
+        patches = jnp.concatenate([shifted(*place) for place in places], axis=-1)
+        matrix = kernel.reshape(-1, kernel.shape[3])
+        return jnp.einsum("bhwi,io->bhwo", patches, matrix, preferred_element_type=_sums(x))
+    dtype = _sums(x) or x.dtype
     return sum(
-        (
-            x[:, i : i + height * stride : stride, j : j + width * stride : stride][
-                :, :height, :width
-            ]
-            * kernel[i, j, 0]
-            for i in range(taps)
-            for j in range(taps)
-        ),
-        start=jnp.zeros((), x.dtype),
+        (shifted(i, j).astype(dtype) * kernel[i, j, 0] for i, j in places),
+        start=jnp.zeros((), dtype),
     )
+
+
+def max_pool(
+    target: Target, x: jax.Array, size: int, stride: int, padding: str | Sequence[tuple[int, int]]
+) -> jax.Array:
+    """Largest of windows of ``size`` x ``size`` pixels: [batch, height, width, channels] to [batch, rows, columns, channels]."""
+    if not alone_on_cpu(target):
+        return nnx.max_pool(x, (size, size), (stride, stride), padding)
+    sides = (size, size), (stride, stride)
+    pads = (
+        jax.lax.padtype_to_pads(x.shape[1:3], *sides, padding)
+        if isinstance(padding, str)
+        else padding
+    )
+    return _max_pool_on_cpu(size, stride, tuple(tuple(pad) for pad in pads), x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _max_pool_on_cpu(size: int, stride: int, pads: Any, x: jax.Array) -> jax.Array:
+    """Maxima of windows, whose gradient is a loop over memory: XLA's scatters one element after the other (5 times as long)."""
+    return nnx.max_pool(x, (size, size), (stride, stride), pads)
+
+
+def _pooled(size: int, stride: int, pads: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+    largest = _max_pool_on_cpu(size, stride, pads, x)
+    return largest, (x, largest)
+
+
+def _spread(size: int, stride: int, pads: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array]:
+    """The gradient of each window at its first maximum, as XLA's."""
+    x, largest = kept
+    batch, height, width, channels = x.shape
+    rows, columns = largest.shape[1:3]
+    wide = jnp.pad(
+        x,
+        ((0, 0), *((before, after + stride) for before, after in pads), (0, 0)),
+        constant_values=-jnp.inf,
+    )
+    taken = jnp.zeros(largest.shape, bool)
+    taps = {}
+    for row, column in itertools.product(range(size), repeat=2):
+        limit = (
+            batch,
+            row + (rows - 1) * stride + 1,
+            column + (columns - 1) * stride + 1,
+            channels,
+        )
+        tap = jax.lax.slice(wide, (0, row, column, 0), limit, (1, stride, stride, 1))
+        first = (tap == largest) & ~taken
+        taken = taken | first
+        taps[row, column] = jnp.where(first, gradient, 0)
+    # Pixels of one remainder by the stride are those of the same taps of all windows, each some windows further.
+    further = (size - 1) // stride
+
+    def moved(tap: tuple[int, int]) -> jax.Array:
+        down, right = tap[0] // stride, tap[1] // stride
+        pad = ((0, 0), (down, further - down), (right, further - right), (0, 0))
+        return jnp.pad(taps[tap], pad)
+
+    def remainder(row: int, column: int) -> jax.Array:
+        own = itertools.product(range(row, size, stride), range(column, size, stride))
+        return sum(map(moved, own), start=jnp.zeros((), x.dtype))
+
+    shape = (batch, rows + further, columns + further, channels)
+    parts = [
+        jnp.stack([jnp.broadcast_to(remainder(row, column), shape) for column in range(stride)], 3)
+        for row in range(stride)
+    ]
+    whole = jnp.stack(parts, 2).reshape(batch, shape[1] * stride, shape[2] * stride, channels)
+    (top, _), (left, _) = pads
+    missing = [
+        max(0, n - have)
+        for n, have in ((height + top, whole.shape[1]), (width + left, whole.shape[2]))
+    ]
+    whole = jnp.pad(whole, ((0, 0), (0, missing[0]), (0, missing[1]), (0, 0)))
+    return (whole[:, top : top + height, left : left + width],)
+
+
+_max_pool_on_cpu.defvjp(_pooled, _spread)
+
+
+@jax.custom_vjp
+def _apart(x: jax.Array) -> jax.Array:
+    """``x``, in training behind a barrier to fusion."""
+    return x
+
+
+_apart.defvjp(lambda x: (jax.lax.optimization_barrier(x), None), lambda _, gradient: (gradient,))
 
 
 def _sums(x: jax.Array) -> Any:
@@ -298,7 +435,8 @@ class ConvNorm(nnx.Module):
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         half = (self.kernel.shape[0] - 1) // 2
         pad = (half, half)
-        return self.normed(convolve(x, self.kernel[...], self.stride, pad, pad))
+        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
+        return self.normed(on(x, self.kernel[...], self.stride, pad, pad))
 
     def by_pairs(self, x: jax.Array) -> jax.Array:
         """A call of stride 2 and an odd kernel as one of stride 1 on blocks of 2 x 2 pixels: four times the channels.

@@ -131,10 +131,14 @@ def product(
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
 
 
+def alone_on_cpu(target: Target) -> bool:
+    """Whether a program is for one device, a CPU, for which XLA's compiler is helped in some places."""
+    return target.platform == "cpu" and target.layout.num_devices == 1
+
+
 def served_on_cpu(target: Target, rows: int) -> bool:
     """Whether so many rows of activations are multiplied as a server on one CPU does, see :func:`plain_product`."""
-    alone = target.platform == "cpu" and target.layout.num_devices == 1
-    return target.serves and alone and rows <= FEW
+    return target.serves and alone_on_cpu(target) and rows <= FEW
 
 
 def plain_product(
@@ -152,9 +156,65 @@ def plain_product(
         x = x.astype(jnp.promote_types(dtype, weights.dtype))
     matrices = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
     if matrices is None:
+        if (
+            alone_on_cpu(target)
+            and not target.serves
+            and dtype == weights.dtype
+            and _is_plain(spec)
+        ):
+            return _trained_on_cpu(spec, x, weights)
         return jnp.einsum(spec, x, weights).astype(dtype)
     two = matrices.flat.dtype.itemsize == 2
     return matrices.product(matrices.flat, jnp.float32, two).astype(dtype)
+
+
+def _is_plain(spec: str) -> bool:
+    """Whether each dim of the weights is either summed over or the result's alone, as it is not for a mixture's experts."""
+    operands, out = spec.split("->")
+    operand, matrix = operands.split(",")
+    return all((letter in operand) != (letter in out) for letter in matrix)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _trained_on_cpu(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weights)`` with the gradient of the weights as XLA's CPU compiler makes it fastest.
+
+    It wants the left side of a product contiguous along what is summed and copies it transposed where it is not, with the
+    elementwise work that led to it computed again, such as the softmax of a loss or GELU. The smaller of activations and
+    gradient is therefore on the left.
+    """
+    return jnp.einsum(spec, x, weights)
+
+
+def _forward(spec: str, x: Any, weights: Any) -> tuple[jax.Array, Any]:
+    product = jnp.einsum(spec, x.value, weights.value)
+    # Each side is kept for the gradient of the other, if that is wanted.
+    return product, (x.value if weights.perturbed else None, weights.value if x.perturbed else None)
+
+
+def _backward(spec: str, kept: Any, gradient: jax.Array) -> tuple[Any, Any]:
+    x, weights = kept
+    operands, out = spec.split("->")
+    operand, matrix = operands.split(",")
+    if weights is not None:
+        weights = jnp.einsum(f"{out},{matrix}->{operand}", gradient, weights)
+    return weights, None if x is None else _change(x, operand, gradient, out, matrix)
+
+
+def _change(x: jax.Array, operand: str, gradient: jax.Array, out: str, matrix: str) -> jax.Array:
+    """Gradient of the weights, with the dims of ``matrix``."""
+    sides = [(x, operand), (gradient, out)]
+    (left, lefts), (right, rights) = sides if x.size <= gradient.size else sides[::-1]
+    rows = [letter for letter in lefts if letter in rights]
+    summed = [lefts.index(row) for row in rows], [rights.index(row) for row in rows]
+    change = jax.lax.dot_general(left, right, (summed, ((), ())))
+    names = [letter for letter in lefts + rights if letter not in rows]
+    # Without the barrier the transpose would become one of the operands, with the other on the left.
+    change = jax.lax.optimization_barrier(change)
+    return change.transpose([names.index(letter) for letter in matrix])
+
+
+_trained_on_cpu.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def integer_product(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.chips.flags import compile_options, name_of, resolved
+from systolic.chips.flags import compile_options, name_of, shared_set
 from systolic.compiling.executable import Loaded, flags_of, load
 from systolic.compiling.tracing import described
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
@@ -218,7 +218,8 @@ def set_up(
         OptionError: the compiler does not know a flag, or the model has no matmuls in the precision's format.
     """
     machine = machine or LocalDevices.here()
-    flags = resolved("", machine.chip) if flags is None else flags
+    shared = shared_set(machine.chip, machine.platform, convolutional=job.model.is_convolutional)
+    flags = shared if flags is None else flags
     named = {name_of(flag) for flag in flags_of(os.environ, machine.platform)}
     own = tuple(flag for flag in flags if name_of(flag) not in named)
     check_flags(own, machine.platform)

@@ -242,8 +242,17 @@ def peak_flops(chip: Chip, lhs: str, rhs: str, highest: bool = False) -> float:
     Raises:
         NotFoundError: the catalogue lacks the peak.
     """
+    return format_peak(chip, matmul_format(lhs, rhs, highest))
+
+
+def format_peak(chip: Chip, form: str) -> float:
+    """Dense peak of matmuls in a format that :func:`matmul_format` names.
+
+    Raises:
+        NotFoundError: the catalogue lacks the peak in bf16.
+    """
     bf16 = _known(chip, "peak_bf16_flops_per_second")
-    match matmul_format(lhs, rhs, highest):
+    match form:
         case "f64":
             # Where no table says else, as many as f32 lanes have, on the tensor cores (66.9e12 of H100, both).
             lanes = F64_LANES.get(chip.compute_capability or "", chip.f32_lanes_per_sm or 0)

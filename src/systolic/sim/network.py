@@ -520,7 +520,8 @@ class Switched:
         if domains > 1:
             seconds = max(seconds, beyond / self._card())
         steps = most - 1 if most <= RING else RING - 1 + 2 * math.log2(most / RING)
-        hops = steps * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
+        net_steps = math.log2(domains) if kind == "all-reduce" else domains - 1
+        hops = steps * HOP_SECONDS + net_steps * NET_HOP_SECONDS
         ramp = RAMP_SECONDS * min(moved / RAMP_BYTES, 1.0)
         if domains > 1 and self.tcp:
             ramp += TCP_SECONDS * min(moved / TCP_BYTES, 1.0)

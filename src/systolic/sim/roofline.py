@@ -18,6 +18,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import vector_operations
+from systolic.sim.gpu import matmul_format
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -563,13 +564,16 @@ class _Walk:
         resource = Resource.mxu if matrix >= memory else Resource.hbm
         if max(matrix, memory) < longest:
             resource = Resource.vpu if vector >= longest else Resource.host
+        form = number_format(work.dtype)
+        if peaks.links is not None:  # of a GPU, which multiplies f32 as TF32
+            form = matmul_format(work.dtype, work.dtype)
         span = self.span(computation, instruction, longest, resource)
         return replace(
             span,
             flops=work.flops,
             vector_flops=work.vector_flops,
             padding_flops=work.padding_flops,
-            number_format=number_format(work.dtype),
+            number_format=form,
             bytes=work.bytes,
             priced_by=by,
         )

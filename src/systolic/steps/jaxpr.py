@@ -233,10 +233,29 @@ class FoldedProgram:
             for v in self._constants
         ]
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest array that the program computes from a batch."""
+        return _largest(self._late)
+
     def __call__(self, constants: Sequence[jax.Array], batch: Any) -> Any:
         """The function's outputs."""
         outputs = jax.core.eval_jaxpr(self._late, [], *constants, *jax.tree.leaves(batch))
         return jax.tree.unflatten(self._shape, outputs)
+
+    def in_pieces(self, constants: Sequence[jax.Array], batch: Any, pieces: int) -> Any:
+        """The outputs of a batch of so many times as many rows, by one piece after another."""
+        parts = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), batch)
+        outputs = jax.lax.map(lambda part: self(constants, part), parts)
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
+
+
+def _largest(jaxpr: Jaxpr) -> int:
+    sizes = [_bytes(variable) for equation in jaxpr.eqns for variable in equation.outvars]
+    for equation in jaxpr.eqns:
+        inside = [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in _nested(equation.params)]
+        sizes += map(_largest, inside)
+    return max(sizes, default=0)
 
 
 def _of_weights(equation: Any, known: set[Any]) -> bool:

@@ -1,5 +1,6 @@
 """Logits: the choice of next tokens from them, by one setting or each row by its own, and scores of targets under them, with as few passes as possible."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,10 +45,43 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> Scores:
     return Scores(nats=normaliser - picked, normaliser=normaliser, best=best.astype(jnp.float32))
 
 
-def with_mean(logits: jax.Array, targets: jax.Array) -> Scores:
+def cross_entropy_on_cpu(logits: jax.Array, targets: jax.Array) -> Scores:
+    """:func:`cross_entropy` on one CPU, where XLA writes the operand of each masked sum or maximum to memory.
+
+    The target's logit is gathered instead, and equals before it are searched for, which is one loop.
+    """
+    wide = logits.astype(jnp.float32)
+    picked, normaliser = _gathered(wide, targets), log_normaliser(wide)
+    fixed, least = jax.lax.stop_gradient((wide, picked))
+    ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
+    earlier = (ids < targets[..., None]) & (fixed >= least[..., None])
+    best = (least >= jnp.max(fixed, axis=-1)) & ~jnp.any(earlier, axis=-1)
+    return Scores(nats=normaliser - picked, normaliser=normaliser, best=best.astype(jnp.float32))
+
+
+@jax.custom_jvp
+def _gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Logits of targets, 0 for -1; the gradient is masked, without a scatter."""
+    at = jnp.maximum(targets, 0)[..., None]
+    return jnp.where(targets < 0, 0.0, jnp.take_along_axis(logits, at, axis=-1)[..., 0])
+
+
+@_gathered.defjvp
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (logits, targets), (moved, _) = primals, tangents
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    change = jnp.sum(jnp.where(ids == targets[..., None], moved, 0.0), axis=-1)
+    return _gathered(logits, targets), change
+
+
+def with_mean(
+    logits: jax.Array, targets: jax.Array, scored: Callable[..., Scores] = cross_entropy
+) -> Scores:
     """:func:`cross_entropy`, and the mean logit."""
     mean = jnp.mean(logits.astype(jnp.float32), axis=-1)
-    return cross_entropy(logits, targets)._replace(mean=mean)
+    return scored(logits, targets)._replace(mean=mean)
 
 
 @jax.custom_jvp

@@ -44,7 +44,7 @@ from systolic.models.decoder.paged import (
     page_arrays,
     read,
 )
-from systolic.models.linear import Turned
+from systolic.models.linear import Turned, alone_on_cpu
 from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES, Quantized
 from systolic.models.quantized.placement import plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS, DecodeState
@@ -90,11 +90,6 @@ SCORED = 32
 def paged_target(target: MeshTarget) -> MeshTarget:
     """The target under the rules of serving."""
     return replace(target, rules=PAGED, serves=True)
-
-
-def alone_on_cpu(target: MeshTarget) -> bool:
-    """Whether the programs are for one device, a CPU, whose matrices :class:`systolic.models.linear.Turned` describes."""
-    return target.platform == "cpu" and target.layout.num_devices == 1
 
 
 def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:

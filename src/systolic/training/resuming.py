@@ -356,7 +356,7 @@ def continue_run(
         return _as_it_was(run, summary, run.changes(source), audience)
     options = as_recorded(options, record)
     data = agreed(lambda: check_resume(directory, record, job, recipes.plain(source.options)))
-    flags = kept_flags(record, source.chosen, options.flags)
+    flags = kept_flags(record, source.chosen, job.model, options.flags)
     job, after = continued(run, source, options, flags)
     if options.on is not None:
         check_slice(options.on)

@@ -277,7 +277,7 @@ def start(
         check_slice(options.on)
     if source.chosen is not None:
         check_machine(source.chosen)
-    flags = new_flags(options.flags or "", source.chosen)
+    flags = new_flags(options.flags or "", source.chosen, source.job.model)
     fewer = fewer_devices(source.job, options, audience)
     setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
     intended = None if fewer is None else fewer.intended.layout
@@ -488,7 +488,7 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
     with Run.open(path.parent.parent) as directory:
         job = run_files.rebuild(directory, trust_code=trust).job
         record = read_record(directory)
-        flags = kept_flags(record, record.plan)
+        flags = kept_flags(record, record.plan, job.model)
         from systolic.setup import set_up
         from systolic.training import diagnosis
 

@@ -1,8 +1,10 @@
 """The queue and its threads: bounds, deadlines, cancels, failures, deaths and the end."""
 
+import gc
 import io
 import json
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -326,6 +328,23 @@ def test_a_compile_after_ready_is_counted_and_can_be_an_error(
     assert of.compiles_after_ready == 1
     assert of.ready is not strict
     assert [facts.after_ready for facts in told.compiles[before:]] == [True]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_of_a_model_that_was_closed_are_freed_at_once(twice: Twice, strict: bool) -> None:
+    """Nothing waits for the collector, which runs seldom in a server that has many objects."""
+    gc.disable()
+    try:
+        of = model(twice, strict=strict)
+        assert of.submit(numbers(1)).result(WAIT)["twice"].tolist() == [2]
+        with pytest.raises(ExpiredError):
+            of.submit(numbers(2), deadline_seconds=0.0).result(WAIT)
+        assert of.drain(WAIT)
+        held = [weakref.ref(part) for part in (of, of._workers, of._intake)]
+        del of
+        until(lambda: not any(part() for part in held))
+    finally:
+        gc.enable()
 
 
 def test_a_compile_in_a_shared_batch_ends_a_strict_model(twice: Twice, made: Any) -> None:

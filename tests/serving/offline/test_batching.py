@@ -18,10 +18,13 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.inference.model import open_model
+from systolic.serving.http.metrics import TextMeter
 from systolic.serving.offline import batch as batching
 from systolic.serving.offline.batch import answerer_of
 from systolic.serving.offline.files import LineProblem, digest_of, problem_line, result_id
 from systolic.serving.server import ServeSettings, targets
+from systolic.serving.text.request import TextOutput
+from systolic.serving.text.sequence import EngineLoad
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.offline import batch_child
@@ -162,6 +165,26 @@ def test_python_answers_what_the_command_answers_and_prints_nothing(
         OptionError, match=r"kv_dtype is 'int3'; did you mean int8\?; it takes plain, int8, fp8"
     ):
         systolic.batch(*python.words, kv_dtype="int3")  # ty: ignore[invalid-argument-type]
+
+
+def test_proposals_change_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folders.folder(tmp_path / "tiny", folders.llama(num_hidden_layers=1))
+    body = {"prompt": "a question, a question, a question", "max_tokens": 40, "temperature": 0}
+    source, accepted, texts = tmp_path / "in.jsonl", [], []
+    source.write_text(json.dumps(body) + "\n")
+    ended = TextMeter.ended
+
+    def counted(self: TextMeter, output: TextOutput, load: EngineLoad) -> None:
+        accepted.append(output.accepted_tokens)
+        ended(self, output, load)
+
+    monkeypatch.setattr(TextMeter, "ended", counted)
+    for speculate in (0, 4):
+        out = tmp_path / f"{speculate}.jsonl"
+        systolic.batch(path, source, out, rows=1, context=64, chunk=64, speculate=speculate)
+        texts.append(json.loads(out.read_text())["response"]["body"]["choices"])
+    assert texts[0] == texts[1]
+    assert accepted[0] == 0 < accepted[1]
 
 
 def test_results_of_another_model_are_not_continued(

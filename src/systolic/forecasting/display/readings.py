@@ -114,9 +114,8 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
         rows.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
     if not forecast.is_lower_bound:  # The FLOPs of unknown kernels are not counted either.
-        fastest = forecast.fastest_format
         of_bf16, of_own = ("", "")
-        if fastest != "bf16":  # several peaks are in play
+        if forecast.has_several_peaks:
             formats = sorted(forecast.flops_by_format, key=lambda name: name == "bf16")
             of_bf16 = " of the bf16 peak"
             of_own = f" of the {' and '.join(formats)} peak{'s' * (len(formats) > 1)}"

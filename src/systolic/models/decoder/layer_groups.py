@@ -151,7 +151,12 @@ def stack(said: Sequence[Any]) -> Any:
 
 
 def run_layers(
-    period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
+    period: Sequence[Layer],
+    x: jax.Array,
+    stacked: Any,
+    *,
+    in_place: bool = False,
+    unroll: bool = False,
 ) -> tuple[jax.Array, Any]:
     """``x`` after all layers and the layers' figures, stacked [layers, ...].
 
@@ -164,10 +169,12 @@ def run_layers(
         stacked: Arrays [layers, ...]; the last period may be cut short.
         in_place: Reads each layer from the whole stack, for programs without a gradient: a last
             period that is cut short otherwise costs a copy of the others.
+        unroll: Writes out all layers, for a period of one layer: no activation is then copied into the stack that a
+            scan keeps for the gradient.
     """
     stacked = with_members_apart(stacked)
     if len(period) == 1:
-        return jax.lax.scan(period[0], x, stacked)
+        return jax.lax.scan(period[0], x, stacked, unroll=unroll)
     layers = jax.tree.leaves(stacked)[0].shape[0]
     groups, left = divmod(layers, len(period))
     inside = groups * len(period)

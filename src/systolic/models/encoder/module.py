@@ -10,13 +10,11 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.attention import Masking, attention
 from systolic.models.encoder.config import Encoder, FeedForward
-from systolic.models.layers import STREAM, LayerNorm, gathered, name, rematerialise, weight, zeros
+from systolic.models.layers import STREAM, LayerNorm, gathered, name, stacked_layers, weight, zeros
 from systolic.models.linear import product
 
 DEVIATION = 0.02
 """Standard deviation of all weights at the start (Devlin et al. 2019)."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -165,17 +163,10 @@ class EncoderModule(nnx.Module):
         """
         graph, stacked = nnx.split(self.blocks)
 
-        def apply(x: jax.Array, state: nnx.State, segments: jax.Array) -> jax.Array:
+        def apply(x: jax.Array, state: nnx.State) -> jax.Array:
             return nnx.merge(graph, state)(x, segments)
 
-        layer = rematerialise(apply, self.target.layout)
-        x = self.embed(tokens, positions, types)
-        if self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS:
-            for index in range(self.config.layers):
-                pick = partial(jax.lax.index_in_dim, index=index, keepdims=False)
-                x = layer(x, jax.tree.map(pick, stacked), segments)
-            return x
-        return jax.lax.scan(lambda x, state: (layer(x, state, segments), None), x, stacked)[0]
+        return stacked_layers(apply, self.embed(tokens, positions, types), stacked, self.target)
 
     def logits(self, hidden: jax.Array, places: jax.Array) -> jax.Array:
         """Logits [batch, predictions, vocab] of some places int32[batch, predictions] of hidden [batch, sequence, d_model]."""

@@ -56,6 +56,11 @@ class Pixels:
 class ConvNet(Model):
     """Base of convolutional networks with batch norm over groups of ``norm_examples`` (0: of a whole pass)."""
 
+    @property
+    def is_convolutional(self) -> bool:
+        """See :class:`systolic.job.Model`."""
+        return True
+
     def quantizable(self, path: str) -> bool:
         """See :meth:`systolic.job.Model.quantizable`."""
         return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))

@@ -19,11 +19,12 @@ from systolic.models.layers import (
     convolve,
     convolve_on_cpu,
     gathered,
+    max_pool,
     name,
     normalise,
     random,
     recomputed,
-    rematerialise,
+    stacked_layers,
     start,
     zeros,
 )
@@ -44,8 +45,6 @@ from systolic.models.vision.config import (
 SINCOS_TEMPERATURE = 10_000.0
 TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class CNNModule(nnx.Module):
@@ -69,7 +68,7 @@ class CNNModule(nnx.Module):
         for index, conv in enumerate(self.convs):
             x = jax.nn.relu(conv(x))
             if index % 2:
-                x = nnx.max_pool(x, (2, 2), (2, 2), "SAME")
+                x = max_pool(self.target, x, 2, 2, "SAME")
         return self.head(x.reshape(x.shape[0], -1))
 
 
@@ -248,7 +247,7 @@ class ResNetModule(nnx.Module):
         first = self.stem.by_pairs if self.config.stem is Stem.paired else self.stem
         x = jax.nn.relu(first(self.target.constrain(x, "batch", None, None, None)))
         if self.large:
-            x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            x = max_pool(self.target, x, 3, 2, ((1, 1), (1, 1)))
         for block in self.blocks:
             x = recomputed(block, x, self.target.layout)
         features = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
@@ -359,11 +358,7 @@ class ViTModule(nnx.Module):
         def apply(x: jax.Array, state: nnx.State) -> jax.Array:
             return nnx.merge(graph, state)(x)
 
-        layer = rematerialise(apply, self.target.layout)
-        unroll = self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS
-        x, _ = jax.lax.scan(
-            lambda x, state: (layer(x, state), None), self.embed(image), stacked, unroll=unroll
-        )
+        x = stacked_layers(apply, self.embed(image), stacked, self.target)
         x = self.norm(x)
         pooled = x[:, 0] if self.config.pooling is Pooling.token else jnp.mean(x, axis=1)
         return self.head(pooled)

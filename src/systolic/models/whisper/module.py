@@ -1,6 +1,5 @@
 """Whisper as a Flax NNX module: blocks in stacks that scans run, and the keys and values of a transcription."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.attention import Logits, Masking, attention
 from systolic.models.decoder.cache import ScorePart, Sight, appended, attend_one, stored
-from systolic.models.layers import STREAM, LayerNorm, gathered, name, rematerialise, weight, zeros
+from systolic.models.layers import STREAM, LayerNorm, gathered, name, stacked_layers, weight, zeros
 from systolic.models.linear import product
 from systolic.models.whisper.config import STRIDE, TAPS, Whisper
 
@@ -18,8 +17,6 @@ DEVIATION = 0.02
 """Standard deviation of all weights at the start, that of transformers' Whisper (``init_std``)."""
 HEADS = ("batch", "sequence", "heads", None)
 """Logical names of the dims of queries, keys and values."""
-UNROLLED_LAYERS = 6
-"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class TextCache(NamedTuple):
@@ -247,7 +244,7 @@ class WhisperModule(nnx.Module):
         def layer(x: jax.Array, state: nnx.State) -> jax.Array:
             return nnx.merge(graph, state)(x)
 
-        x = self._run(layer, x, states, self.config.encoder_layers)
+        x = stacked_layers(layer, x, states, self.target)
         return gathered(self.target, self.encoder_norm(x))
 
     def __call__(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -262,7 +259,7 @@ class WhisperModule(nnx.Module):
             return nnx.merge(graph, state)(x, encoded)
 
         x = self.embed(tokens, jnp.arange(tokens.shape[1]))
-        return self.norm(self._run(layer, x, states, self.config.decoder_layers))
+        return self.norm(stacked_layers(layer, x, states, self.target))
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """[batch, n, d_model] of tokens int32[batch, n] at positions int32[n] or int32[batch, n]."""
@@ -329,15 +326,6 @@ class WhisperModule(nnx.Module):
             value=appended(self.target, cache.value, cache.length, values),
             length=cache.length + 1,
         )
-
-    def _run(
-        self, layer: Callable[..., jax.Array], x: jax.Array, states: Any, layers: int
-    ) -> jax.Array:
-        """``x`` after all layers, under the layout's rematerialisation."""
-        again = rematerialise(layer, self.target.layout)
-        unroll = self.target.platform == "cpu" and layers <= UNROLLED_LAYERS
-        x, _ = jax.lax.scan(lambda x, state: (again(x, state), None), x, states, unroll=unroll or 1)
-        return x
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:

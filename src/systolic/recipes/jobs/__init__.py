@@ -11,11 +11,11 @@ import msgspec
 
 from systolic import recipes
 from systolic.chips import slice
-from systolic.chips.flags import NONE, resolved
+from systolic.chips.flags import NONE, resolved, shared_set
 from systolic.core.errors import OptionError
 from systolic.core.option_words import flat, negated, option_words
 from systolic.core.ranges import dashed
-from systolic.job import Job, Layout
+from systolic.job import Job, Layout, Model
 from systolic.recipes import Recipe
 from systolic.runs import paths
 from systolic.runs.job_record import JobRecord, RunFlags, types_of
@@ -290,21 +290,24 @@ def recipe_of(job: Job) -> Recipe:
     return Recipe(target=job.name, function=changed, of_job=True)
 
 
-def new_flags(words: str, chosen: Chosen | None) -> RunFlags:
+def new_flags(words: str, chosen: Chosen | None, model: Model) -> RunFlags:
     """Flags of a new run on these devices.
 
     Args:
         words: What ``--flags`` says.
         chosen: A plan's candidate, whose flags take the place of the shared set.
+        model: The job's.
 
     Raises:
         OptionError: a word of ``words`` is no flag.
     """
     from systolic.steps.machine import LocalDevices
 
-    chip = LocalDevices.here().chip
+    machine = LocalDevices.here()
+    chip = machine.chip
     same = chosen is not None and (chip is None or slice(chosen.slice).chip.name == chip.name)
-    base = chosen.flags if chosen is not None and same else None
+    shared = shared_set(chip, machine.platform, convolutional=model.is_convolutional)
+    base = chosen.flags if chosen is not None and same else shared
     return RunFlags(
         given=words,
         chip=None if chip is None else chip.name,
@@ -312,12 +315,15 @@ def new_flags(words: str, chosen: Chosen | None) -> RunFlags:
     )
 
 
-def kept_flags(record: JobRecord, chosen: Chosen | None, words: str | None = None) -> RunFlags:
+def kept_flags(
+    record: JobRecord, chosen: Chosen | None, model: Model, words: str | None = None
+) -> RunFlags:
     """Flags of a run that is used again: its own, unless others are given or these are other devices.
 
     Args:
         record: The run's; one of a version that kept no flags had the compiler's defaults.
         chosen: What still holds of its plan.
+        model: The job's.
         words: What ``--flags`` says, None where it was left out.
 
     Raises:
@@ -325,8 +331,9 @@ def kept_flags(record: JobRecord, chosen: Chosen | None, words: str | None = Non
     """
     before = record.flags
     if words is not None:
-        return new_flags(words, chosen)
-    now = new_flags(NONE if before is None else before.given, None if before is None else chosen)
+        return new_flags(words, chosen, model)
+    given = NONE if before is None else before.given
+    now = new_flags(given, None if before is None else chosen, model)
     if before is None:
         compiler = () if chosen is None else tuple(chosen.flags)
         return RunFlags(given=NONE, chip=now.chip, compiler=compiler)

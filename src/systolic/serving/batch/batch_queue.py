@@ -26,7 +26,7 @@ KEPT = 64
 """Deadlines of ended requests that are kept beyond as many as there are open ones."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, weakref_slot=True, eq=False)
 class BatchRequest:
     """A request. Its fields are changed under the queue's lock; its future is ended outside of it."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from weakref import WeakMethod, ref
 
 import numpy as np
 
@@ -113,6 +114,16 @@ class Completions:
         if request.future.cancelled() and self._queue.end(request):
             self._tell(request, Ended.cancelled)
 
+    def canceller(self, request: BatchRequest) -> Callable[[object], None]:
+        """Callback of a request's future, which keeps its callbacks: this one keeps neither the request nor, by it, the model."""
+        known = ref(request)
+
+        def cancel(future: object) -> None:
+            if (request := known()) is not None:
+                self.cancel(request)
+
+        return cancel
+
     def _tell(self, request: BatchRequest, ended: Ended) -> None:
         try:
             if self._watcher is not None:
@@ -137,7 +148,8 @@ class Workers:
         predictor: The programs.
         completions: Where answers go.
         watcher: Told of batches.
-        strict: Called with the reason after a compile, to end the model; None lets it go on.
+        strict: Called with the reason after a compile, to end the model; None lets it go on. Its object, which
+            holds the workers, is not held by them: a model that was closed gives its weights back at once.
         recorder: Of traffic; by default one of its own.
 
     Attributes:
@@ -158,7 +170,8 @@ class Workers:
         recorder: Recorder | None = None,
     ) -> None:
         self._name, self._queue, self._predictor = name, queue, predictor
-        self._completions, self._watcher, self._strict = completions, watcher, strict
+        self._completions, self._watcher = completions, watcher
+        self._strict = None if strict is None else WeakMethod(strict)
         self._busy: dict[int, float] = {}
         self.recorder = recorder or Recorder()
         self.compiles = self.replaced = 0
@@ -204,9 +217,8 @@ class Workers:
         if COUNT.compiled > compiled:
             self._compiled(call.bucket, time.perf_counter() - start)
             if self._strict is not None:
-                self._strict(
-                    f"the program of {call.bucket} was compiled after {self._name} was ready"
-                )
+                if (end := self._strict()) is not None:
+                    end(f"the program of {call.bucket} was compiled after {self._name} was ready")
                 return
         seconds = time.perf_counter() - start
         each = seconds / len(rows)
@@ -519,7 +531,7 @@ class DynamicBatches:
             deadline=None if deadline_seconds is None else now + deadline_seconds,
         )
         self._queue.admit(request)
-        request.future.add_done_callback(lambda _: self._completions.cancel(request))
+        request.future.add_done_callback(self._completions.canceller(request))
         try:
             parts = self._intake.parts(inputs)
         except Exception as error:  # else it would count for ever

@@ -17,6 +17,7 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
+from systolic.models.linear import alone_on_cpu
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import held_bytes, memory_of, pages_that_fit, serving_weights
@@ -25,7 +26,7 @@ from systolic.serving.text.runner import Programs, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
-from systolic.steps.paged import PagedSteps, alone_on_cpu
+from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import LEAST_ROWS
 from systolic.steps.step_functions import StepFunctions
 

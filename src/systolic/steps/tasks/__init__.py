@@ -5,6 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import OptionError, nearest
@@ -298,10 +299,12 @@ class LanguageModel(Task):
         """
         import jax.numpy as jnp
 
-        from systolic.steps.logits import cross_entropy, with_mean
+        from systolic.steps.logits import with_mean
 
-        smooth = train and self.label_smoothing > 0
-        scores, sown = score(model, batch, with_mean if smooth else cross_entropy)
+        read = cross_entropy_of(model)
+        if train and self.label_smoothing > 0:
+            read = partial(with_mean, scored=read)
+        scores, sown = score(model, batch, read)
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         weight = seen.sum()
         entropy = (scores.nats * seen).sum()
@@ -329,9 +332,7 @@ class LanguageModel(Task):
         """nats f32[batch]: the summed loss of each row; tokens f32[batch]: its number of targets."""
         import jax.numpy as jnp
 
-        from systolic.steps.logits import cross_entropy
-
-        nats = score(model, batch, cross_entropy)[0].nats
+        nats = score(model, batch, cross_entropy_of(model))[0].nats
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         return {"nats": (nats * seen).sum(axis=-1), "tokens": seen.sum(axis=-1)}
 
@@ -349,6 +350,15 @@ def score(
     call = nnx.capture(model, nnx.Intermediate)
     logits, sown = call(*inputs)
     return read(logits, batch["targets"]), sown
+
+
+def cross_entropy_of(model: Any) -> "Callable[[jax.Array, jax.Array], Scores]":
+    """Cross-entropy in the form that is fast where a model runs."""
+    from systolic.models.linear import alone_on_cpu
+    from systolic.steps.logits import cross_entropy, cross_entropy_on_cpu
+
+    target = getattr(model, "target", None)
+    return cross_entropy_on_cpu if target and alone_on_cpu(target) else cross_entropy
 
 
 class ScoredTokens(Task):
@@ -387,10 +397,9 @@ class MaskedTokens(ScoredTokens):
         """Scores of each prediction, and f32[batch, predictions]: 1 for a prediction, 0 for padding."""
         import jax.numpy as jnp
 
-        from systolic.steps.logits import cross_entropy
-
         hidden = model(batch["tokens"], batch["segments"], batch["positions"])
-        scores = cross_entropy(model.logits(hidden, batch["places"]), batch["labels"])
+        logits = model.logits(hidden, batch["places"])
+        scores = cross_entropy_of(model)(logits, batch["labels"])
         return scores, (batch["labels"] >= 0).astype(jnp.float32)
 
 
@@ -405,7 +414,6 @@ class Transcription(ScoredTokens):
         """Scores of each token, and f32[batch, sequence]: 1 for a target, 0 for padding."""
         import jax.numpy as jnp
 
-        from systolic.steps.logits import cross_entropy
-
         logits = model(batch["features"], batch["tokens"])
-        return cross_entropy(logits, batch["targets"]), (batch["targets"] >= 0).astype(jnp.float32)
+        scores = cross_entropy_of(model)(logits, batch["targets"])
+        return scores, (batch["targets"] >= 0).astype(jnp.float32)
