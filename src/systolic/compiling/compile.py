@@ -165,8 +165,9 @@ class PagedProgram(PagedCall):
         sizes = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name != "job"
         }
-        if not self.drafts:
-            del sizes["drafts"]  # So that kept answers of steps without them are found.
+        for name in ("drafts", "adapters"):
+            if not sizes[name]:
+                del sizes[name]  # So that kept answers of steps without them are found.
         return {"job": self.job.to_json(), "paged": sizes | {"cache": self.cache.value}}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:

@@ -14,7 +14,7 @@ from systolic.job import Job, Served, ServedCache
 
 OF_SOME = (
     *("batch_size", "parameters", "attention", "weight_bytes", "stored_bytes"),
-    *("cache_bytes", "page_bytes", "int8_products", "replicas"),
+    *("adapters_bytes", "cache_bytes", "page_bytes", "int8_products", "replicas"),
 )
 """Fields of :class:`ProgramFacts` that jobs and servers alone have."""
 
@@ -49,6 +49,8 @@ class ProgramFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the weights that a step reads on one device."""
     stored_bytes: float = 0.0
     """Bytes of all weights on one device."""
+    adapters_bytes: float = 0.0
+    """Bytes of those that are matrices of adapters side by side, which every step reads."""
     cache_bytes: float = 0.0
     """Bytes of the cache that a step reads on one device."""
     page_bytes: int = 0
@@ -151,6 +153,8 @@ class PagedCall:
     """Format of the pages."""
     drafts: int = 0
     """Tokens proposed for each text and verified by the step; 0 for none."""
+    adapters: int = 0
+    """Adapters side by side in that of the job, of which each text has one or none."""
 
     @property
     def context(self) -> int:

@@ -143,7 +143,8 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
     """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
     job = _served(program.job, on)
     target = MeshTarget.of(job, on.platform, devices[: job.layout.num_devices])
-    paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size, program.cache)
+    steps = StepFunctions(job, target, trains=False)
+    paged = PagedSteps(steps, program.page_size, program.cache, adapters=program.adapters)
     shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
     if program.drafts:
         shape = StepShape(0, program.rows, program.drafts + 1, program.pages)
@@ -153,7 +154,7 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
         return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
 
     weights, pages = paged.placed_weights, paged.placed_pages(program.num_pages)
-    packed = sum(math.prod(size) for size in StepInput.sizes(shape, paged.history))
+    packed = sum(math.prod(size) for size in StepInput.sizes(shape, paged.history, paged.adapters))
     jitted = jit_paged(paged, shape, drafts=program.drafts > 0)
     traced = jitted.trace(weights, pages, ints(program.rows + 1), ints(packed))
     decode = Decode(paged.steps, Sampling(temperature=0.0))
@@ -176,6 +177,7 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
             attention=paged.kernel,
             weight_bytes=sum(_one(a, a.sharding) * share for a, share in read),
             stored_bytes=float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
+            adapters_bytes=float(sum(_one(a, a.sharding) for a in paged.placed_adapters)),
             cache_bytes=page * program.pages * shape.texts * _read_share(job.model, program),
             page_bytes=page,
             int8_products=any(how.format.activations for _, how in job.quantization.matrices),

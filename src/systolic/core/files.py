@@ -23,8 +23,7 @@ from systolic.core.units import si
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota or a size limit."""
-
-
+_KNOWN = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
 POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of what Git has in place of a large file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 ROOT = 0
@@ -123,6 +122,34 @@ def cure(path: Path, error: OSError) -> str:
     if error.errno in FULL:
         return "free some space or choose another folder"
     return f"no file can be made there, in {_nearest(path)}: choose another folder"
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a full disk, a quota or a size limit is the cause."""
+    return _number(error) in FULL
+
+
+def fault_of(error: BaseException) -> str:
+    """Reason of a failed write in one line: the system's message, or the first line of the error."""
+    number = _number(error)
+    if number is not None:
+        return os.strerror(number)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _number(error: BaseException) -> int | None:
+    """Error number of the root cause; native code passes it on as text only."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return cause.errno
+        message = str(cause)
+        for number in _KNOWN:
+            if os.strerror(number) in message:
+                return number
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def check_writable(path: Path) -> None:

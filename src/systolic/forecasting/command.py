@@ -342,6 +342,8 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     host_ms: Annotated[float | None, NOT_NEGATIVE] = None,
     weights: ServedWeights = ServedWeights.plain,
     kv_dtype: ServedCache = ServedCache.plain,
+    adapters: Annotated[int, NOT_NEGATIVE] = 0,
+    rank: Annotated[int, COUNT] = 16,
     expert_axis: ExpertAxis | None = None,
     flags: Annotated[str | Sequence[str], FLAGS] = "",
     quick: bool = False,
@@ -363,6 +365,8 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         host_ms: Milliseconds of the host's work for each step, shown both overlapped with it and after it; by default as measured, 1.2 beside TPUs and 0.2 beside GPUs.
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
+        adapters: Low-rank adapters that the server has room for, beside every matrix.
+        rank: Rank of each of them.
         expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
         options: Options of the recipe that ``job`` names; without a layout among them the server has the one that holds the most requests.
 
@@ -376,7 +380,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     from systolic.forecasting.serving.capacity import Load, check_context, forecast_serving
     from systolic.forecasting.serving.forecast import LatencyLimits, latency
     from systolic.forecasting.serving.layout import ROWS, given_layout, layout_of_requests
-    from systolic.forecasting.serving.server_steps import with_formats
+    from systolic.forecasting.serving.server_steps import with_adapters, with_formats
 
     source = source_of(job, options)
     target = "" if source.recipe.of_job else source.recipe.target
@@ -392,7 +396,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     )
     check_context(source.job, load, target)
     calibration_for(calibration, [place])  # refused before anything is read or compiled
-    model = with_formats(source.job, target, weights)
+    model = with_adapters(with_formats(source.job, target, weights), adapters, rank)
     if _has_layout(source):
         chosen = given_layout(model, place)
     else:
@@ -405,7 +409,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
             load,
             concurrency=concurrency,
             page_size=page_size,
-            served=_served(kv_dtype, expert_axis),
+            served=_served(kv_dtype, expert_axis, adapters),
             limits=limits,
             compiler=compiler.quick() if quick else compiler,
             calibration=calibration,
@@ -694,8 +698,8 @@ def _has_layout(source: JobSource) -> bool:
     return any(name.partition(".")[0] == "layout" for name in source.given)
 
 
-def _served(cache: ServedCache, axis: ExpertAxis | None) -> Served | None:
-    """Format of the cache and split that were asked for; None where they are those of ``systolic serve``."""
-    if cache is ServedCache.plain and axis is None:
+def _served(cache: ServedCache, axis: ExpertAxis | None, adapters: int) -> Served | None:
+    """Format of the cache, split and adapters that were asked for; None where they are those of ``systolic serve``."""
+    if cache is ServedCache.plain and axis is None and not adapters:
         return None
-    return Served(cache=cache, expert_axis=axis or ExpertAxis.rows)
+    return Served(cache=cache, expert_axis=axis or ExpertAxis.rows, adapters=adapters)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import OptionError, RunError
+from systolic.core.files import fault_of
 from systolic.formats.comparison import joined
 from systolic.formats.conversion import ModelExport, computed, metadata, plain_platform
 from systolic.formats.examples import ExampleInputs
@@ -25,7 +26,6 @@ from systolic.formats.inference import ExportableModel, Inference
 from systolic.formats.packages import ended, last_line, package_folder, run_module
 from systolic.formats.registry import ExportSettings
 from systolic.job import Precision
-from systolic.runs import failure
 from systolic.runs.bundle.folder import check_free, write_file
 
 CHILD = "systolic.formats.onnx"
@@ -100,7 +100,7 @@ def export_onnx(
             content = (work / PROGRAM).read_bytes()
     except OSError as error:
         raise RunError(
-            f"the conversion to ONNX could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
+            f"the conversion to ONNX could not write to {tempfile.gettempdir()} ({fault_of(error)}); free some space there, or set TMPDIR to another folder"
         ) from error
     write_file(out, content)
     return ModelExport.of(model, out, "onnx", {function.name: apart}, examples)

@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from systolic.core.errors import OptionError, RunError
-from systolic.core.files import cache_home, digest
-from systolic.runs import failure
+from systolic.core.files import cache_home, digest, fault_of
 
 _ENVIRONMENT = {
     "KERAS_BACKEND": "jax",
@@ -141,7 +140,7 @@ def package_folder(purpose: str, say: Callable[[str], None] = lambda _: None) ->
                 _install(packages, final)
     except OSError as error:
         raise RunError(
-            f"packages for {purpose} could not be written to {final.parent} ({failure.reason(error)}); free some space, or set SYSTOLIC_CACHE to another folder"
+            f"packages for {purpose} could not be written to {final.parent} ({fault_of(error)}); free some space, or set SYSTOLIC_CACHE to another folder"
         ) from error
     return final
 

@@ -241,16 +241,19 @@ class Served:
     weights: ServedWeights = ServedWeights.plain
     cache: ServedCache = ServedCache.plain
     expert_axis: ExpertAxis = ExpertAxis.rows
+    adapters: int = 0
+    """Adapters side by side in that of the job, of which each text has one or none."""
 
     def __post_init__(self) -> None:
         check(self)
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, str | int]:
         """Values by field."""
         return {
             "weights": self.weights.value,
             "cache": self.cache.value,
             "expert_axis": self.expert_axis.value,
+            **({"adapters": self.adapters} if self.adapters else {}),
         }
 
 

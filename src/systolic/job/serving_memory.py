@@ -25,6 +25,7 @@ class ServingMemory:
     capacity_bytes: int
     """Memory of the device that programs may use."""
     weights_bytes: int
+    """Bytes of all weights, those of adapters included."""
     temporary_bytes: int
     """The most that one of the programs needs beside weights and pages."""
     page_bytes: int
@@ -37,6 +38,8 @@ class ServingMemory:
     """Groups of devices that each have pages of their own."""
     most_rows: int | None = None
     """Most texts of a replica whose step fits, of those that were compiled; None where none was refused."""
+    adapters_bytes: int = 0
+    """Bytes of the weights that are matrices of adapters side by side."""
     origin: Origin = Origin.compiled
 
     @property
@@ -83,8 +86,12 @@ class ServingMemory:
         """The table; the bytes sum to the capacity."""
         size = f"{self.num_pages:,} of {self.page_size} positions"
         size += f", {gibibytes(self.page_bytes)} each"
+        adapters = MemoryRow(
+            name="adapters", bytes=self.adapters_bytes, text="all read in every step"
+        )
         return [
-            MemoryRow(name="weights", bytes=self.weights_bytes),
+            MemoryRow(name="weights", bytes=self.weights_bytes - self.adapters_bytes),
+            *([adapters] if self.adapters_bytes else []),
             MemoryRow(name="pages", bytes=self.pages_bytes, text=size),
             MemoryRow(
                 name="temporaries", bytes=self.temporary_bytes, text="of the largest program"
@@ -98,6 +105,7 @@ class ServingMemory:
             "origin": self.origin.value,
             "capacity_bytes": self.capacity_bytes,
             "weights_bytes": self.weights_bytes,
+            **({"adapters_bytes": self.adapters_bytes} if self.adapters_bytes else {}),
             "temporary_bytes": self.temporary_bytes,
             "pages_bytes": self.pages_bytes,
             "left_bytes": self.left_bytes,

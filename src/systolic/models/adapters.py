@@ -1,7 +1,9 @@
 """Adapters in a built module: its parameters are frozen, and small matrices beside some of them train."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,6 +31,19 @@ BASE = "base"
 """Last name of a frozen matrix beside an adapter."""
 NF4 = MatrixFormat(format=WeightFormat.nf4, group=GROUP)
 """Format of QLoRA's frozen matrices."""
+
+
+_KEPT: ContextVar[jax.Array | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def columns_kept(kept: jax.Array | None) -> Generator[None]:
+    """Traces products with the columns of adapters that count for each token, see :class:`~systolic.models.linear.LowRank`."""
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 class Frozen(nnx.Variable):
@@ -63,7 +78,7 @@ class AdaptedWeight(nnx.Module):
             if self.compact
             else self.base[...]
         )
-        return LowRank(base, self.lora_a[...], self.lora_b[...], self.scale)
+        return LowRank(base, self.lora_a[...], self.lora_b[...], self.scale, _KEPT.get())
 
 
 def adapt(

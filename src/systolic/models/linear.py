@@ -81,6 +81,8 @@ class LowRank(NamedTuple):
     """B, [rank, outputs ...]."""
     scale: float
     """Factor of (x A) B."""
+    kept: jax.Array | None = None
+    """bool[batch, sequence, rank]: columns of A that count for each token, of several adapters side by side; None: all."""
 
     def merged(self) -> jax.Array:
         """W + scale A B in float32."""
@@ -366,6 +368,9 @@ def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
     kept = [letter for letter in operand if letter in out or letter in second]
     between = "".join(kept) + rank
     narrow = jnp.einsum(f"{operand},{first}->{between}", x, factor)
+    if weights.kept is not None:
+        dims = range(2, narrow.ndim - 1)
+        narrow = jnp.where(jnp.expand_dims(weights.kept, tuple(dims)), narrow, 0)
     return jnp.einsum(f"{between},{second}->{out}", narrow * weights.scale, other)
 
 

@@ -8,6 +8,7 @@ same rename, hence a folder without one is not a checkpoint of ours and is never
 import contextlib
 import dataclasses
 import math
+import shlex
 import shutil
 import time
 from collections import deque
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from systolic.core.errors import NotFoundError, RunError
+from systolic.core.files import fault_of, is_full
 from systolic.job import Mode
-from systolic.runs import failure, tree
 from systolic.runs import manifest as manifests
+from systolic.runs import tree
 from systolic.runs.access import Access
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.reading import ALONE, Peers, Restore
@@ -515,7 +517,7 @@ class CheckpointStore:
             self._sweep()
         run = self.folder.parent if self.folder.name == "checkpoints" else self.folder
         step = flight.step if flight else None
-        raise RunError(failure.of_save(error, step, self.latest_step(), run)) from error
+        raise RunError(_not_saved(error, step, self.latest_step(), run)) from error
 
     def _sweep(self) -> None:
         if not self.folder.is_dir():
@@ -533,3 +535,12 @@ def _top(manifest: Manifest) -> set[str]:
 
 def _list(steps: Iterable[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
+
+
+def _not_saved(error: BaseException, step: int | None, intact: int | None, run: Path) -> str:
+    """Message of one line for a checkpoint that could not be written, with the newest step that is on disk."""
+    kept = "there is no earlier checkpoint"
+    if intact is not None:
+        kept = f"the checkpoint of step {intact} is intact"
+    cure = "free space" if is_full(error) else "fix that"
+    return f"checkpoint of step {step} failed: {fault_of(error)}; {kept}; {cure} and continue with --resume {shlex.quote(str(run))}"

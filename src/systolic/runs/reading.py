@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import NotFoundError, RunError
-from systolic.runs import failure, tree
+from systolic.core.files import fault_of
 from systolic.runs import manifest as manifests
+from systolic.runs import tree
 from systolic.runs.manifest import DamagedError, Manifest
 from systolic.runs.remote import mirror
 from systolic.runs.remote.upload import Part
@@ -147,7 +148,7 @@ class Restore:
         except DamagedError as error:
             damaged = str(error)
         except Exception as error:
-            cause, failed = error, failure.reason(error)
+            cause, failed = error, fault_of(error)
         for index, each in enumerate(self.peers.tell(damaged=damaged, failed=failed)):
             if each["failed"]:
                 # Every byte is as it was written, so an older checkpoint would fail alike.

@@ -91,6 +91,9 @@ def serve(  # noqa: PLR0913  the options of systolic serve
     pages: Annotated[int, NOT_NEGATIVE] = 0,
     kv_dtype: ServedCache = ServedCache.plain,
     speculate: Annotated[int, Range(least=0, most=15)] = 0,
+    adapter: Annotated[str | Sequence[str], OptionWords(tuple[str, ...], repeated=True)] = (),
+    adapters: Annotated[int, NOT_NEGATIVE] = 0,
+    adapter_rank: Annotated[int, NOT_NEGATIVE] = 0,
     layout: ServingLayout = ServingLayout(),  # noqa: B008 (frozen)
     precision: FORMS = "auto",
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0,
@@ -132,6 +135,9 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         pages: Pages of the cache; 0 holds all texts at their longest.
         kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
         speculate: Tokens to propose for a text at once, from what it says already, and to verify in one step; 0 proposes none.
+        adapter: Low-rank adapter of the model as NAME=DIR, a run of train sft --adapter lora or a PEFT folder; requests choose it by its name as their model.
+        adapters: Adapters that the model has room for, beside every matrix; 0 takes those of --adapter, beside theirs. With --model-control clients load others.
+        adapter_rank: Rank that every adapter is padded to; 0 takes the largest of --adapter, and 16 at least with --adapters.
         layout: Devices of each language model.
         precision: Precision of the computation. auto takes a run's own; models in files use bf16 on TPUs and GPUs and f32 on CPUs.
         delay_ms: Longest wait of a request for others to share its batch, for models without text output.
@@ -166,7 +172,9 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         raise OptionError(
             "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
         )
-    names = tuple(target.name for target in server.targets(words))
+    served_targets = server.targets(words)
+    adapted = server.adapter_settings(adapter, served_targets, adapters, adapter_rank)
+    names = tuple(target.name for target in served_targets)
     settings = server.ServeSettings(
         address=Address(
             host=host,
@@ -188,7 +196,9 @@ def serve(  # noqa: PLR0913  the options of systolic serve
             queued=queued,
             strict=strict,
             speculate=speculate,
+            adapters=adapted.count,
         ),
+        adapters=adapted,
         batch=server.BatchOptions(delay_ms=delay_ms, strict=strict),
         layout=layout,
         precision=Precision(precision),

@@ -1,5 +1,6 @@
 """Models of a server by name and version, swapped without a dropped request."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -14,15 +15,37 @@ from systolic.serving.text.request import TextEngine
 
 if TYPE_CHECKING:
     from systolic.serving.batch.model import DynamicBatches
+    from systolic.serving.text.adapters import AdapterSlots
 
 ENDS = ("versions", "labels", "metadata", "ready", "infer", "load", "unload")
 """Words that follow a model's name in paths, and so can't be in the name after a ``/``."""
 NAME_IN_PATH = rf"[^/]+(?:/(?!(?:{'|'.join(ENDS)})(?:/|$))[^/]+)*"
 """A name of one part or of several, such as ``org/model``."""
+_NAME = re.compile(r"(?=.{1,128}$)[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 Key = tuple[str, int]
 """Name and version of a model."""
+
+
+def check_name(name: str, cure: str) -> None:
+    """Refuses a name of a model that a path of the server can't have.
+
+    Args:
+        name: Of the model.
+        cure: Begins what to do: ``write NAME=DIR``.
+
+    Raises:
+        OptionError: it has other signs, or a part that follows names.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise OptionError(
+            f"{name!r} is no name for a model; {cure} with letters, digits, '.', '_', '-', and '/' between them"
+        )
+    if taken := set(name.split("/")[1:]) & set(ENDS):
+        raise OptionError(
+            f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; {cure} with another name"
+        )
 
 
 class LiveEngine(TextEngine, Protocol):
@@ -61,6 +84,8 @@ class ModelVersion:
     """Unix seconds."""
     contents: str = ""
     """Fingerprint of the files that it was opened from; empty where it is not known."""
+    base: str = ""
+    """Name of the model whose engine answers, of an adapter; it comes and goes with that model."""
 
     @property
     def key(self) -> Key:
@@ -76,6 +101,10 @@ class ServedText(ModelVersion):
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     """None for a model that knows no chat."""
+    slots: "AdapterSlots | None" = None
+    """Places of adapters; None for a model without, and for an adapter."""
+    adapters: "Sequence[ServedText]" = ()
+    """The same engine by other names, each with an adapter, when the model was opened."""
 
     @property
     def kind(self) -> str:
@@ -138,6 +167,10 @@ class ServedBatch(ModelVersion):
 Served = ServedText | ServedBatch
 
 
+def _adapters(served: Served) -> Sequence[ServedText]:
+    return served.adapters if isinstance(served, ServedText) else ()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelLoad:
     """A version of a model that is to be opened."""
@@ -187,6 +220,8 @@ class ModelRegistry:
                     f"version {served.version} of {served.name} is served; give another version"
                 )
             versions[served.version] = _ServedModel(served=served)
+            for adapter in _adapters(served):
+                self.put(adapter)
 
     def retire(self, name: str, version: int, seconds: float) -> bool:
         """Takes a model out when no request uses it: new ones go to the newest of the other versions at once.
@@ -199,10 +234,20 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(name, version)
-            del self._places[name][version]
-            if not self._places[name]:
-                del self._places[name]
+            self._take_out_adapters(place.served)
+            self._take_out(place.served)
         return self._end(place, seconds)
+
+    def _take_out_adapters(self, served: Served) -> None:
+        """Takes the adapters of a model out, those that clients loaded included."""
+        for own in self.everything():
+            if (own.base, own.version) == served.key:
+                self._take_out(own)
+
+    def _take_out(self, served: Served) -> None:
+        del self._places[served.name][served.version]
+        if not self._places[served.name]:
+            del self._places[served.name]
 
     def swap(self, served: Served, seconds: float) -> bool:
         """Puts a started model in the place of the one of its name and version: new requests go to it at once.
@@ -215,7 +260,9 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(served.name, served.version)
-            self._places[served.name][served.version] = _ServedModel(served=served)
+            self._take_out_adapters(place.served)
+            for own in (served, *_adapters(served)):
+                self._places.setdefault(own.name, {})[own.version] = _ServedModel(served=own)
         return self._end(place, seconds)
 
     def _end(self, place: _ServedModel, seconds: float) -> bool:

@@ -1,10 +1,9 @@
 """``systolic serve``: models opened from runs and files, behind a web server."""
 
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from systolic.job import Job, Precision
 from systolic.recipes.jobs.run import check_folder
 from systolic.serving.batch.buckets import BatchOptions
 from systolic.serving.http.keys import HttpLimits
-from systolic.serving.registry import ENDS
+from systolic.serving.registry import check_name
 from systolic.serving.text.converting import restored_on_cpu
 from systolic.serving.text.opening import EngineSizes
 from systolic.steps.serving_layout import ServingLayout
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.replicas import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
+    from systolic.setup import Setup
     from systolic.steps.step_functions import StepFunctions
 
 SHOWN = 3
 """Models inside a folder that a message names."""
-_NAME = re.compile(r"(?=.{1,128}$)[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +78,7 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
                 f"{path} does not exist; give a run, a Bundle or a Hugging Face folder"
             )
         name = head if mark else path.resolve().name
-        if _NAME.fullmatch(name) is None:
-            raise OptionError(
-                f"{name!r} is no name for a model; write NAME={shlex.quote(str(path))} with letters, digits, '.', '_', '-', and '/' between them"
-            )
-        if taken := set(name.split("/")[1:]) & set(ENDS):
-            raise OptionError(
-                f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; write NAME={shlex.quote(str(path))} with another name"
-            )
+        check_name(name, f"write NAME={shlex.quote(str(path))}")
         if any(target.name == name for target in models):
             raise OptionError(
                 f"two models are called {name}; write NAME={shlex.quote(str(path))} with another name"
@@ -95,6 +87,56 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
             ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)
         ]
     return models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSettings:
+    """Adapters of a model, and room for others."""
+
+    targets: Sequence[ServeTarget] = ()
+    """Adapters of the start."""
+    room: int = 0
+    """Places, beside every matrix; 0: as many as there are targets, beside their matrices."""
+    rank: int = 0
+    """Columns of each; 0 takes the largest rank, and 16 at least beside every matrix."""
+
+    @property
+    def count(self) -> int:
+        """Places in all."""
+        return self.room or len(self.targets)
+
+
+def adapter_settings(
+    words: str | Sequence[str], models: Sequence[ServeTarget], room: int = 0, rank: int = 0
+) -> AdapterSettings:
+    """Adapters of a command line, each ``NAME=DIR``.
+
+    Raises: as :func:`targets`, and
+        OptionError: a word has no name, there are several models or more adapters than there is room for, a rank of none is given, or a
+            name is that of a model.
+    """
+    words = [words] if isinstance(words, str) else words
+    adapters = targets(words)
+    names = {model.name for model in models}
+    if (adapters or room) and len(models) != 1:
+        raise OptionError(
+            f"{'--adapter belongs' if adapters else '--adapters belong'} to one model, and {len(models)} are given; serve the others by another server"
+        )
+    if room and len(adapters) > room:
+        raise OptionError(
+            f"--adapters is {room} and {len(adapters)} are given by --adapter; give {len(adapters)} or more"
+        )
+    if rank and not (adapters or room):
+        raise OptionError("--adapter-rank has no effect without --adapter or --adapters; add one")
+    for word in words:
+        name, mark, _ = word.partition("=")
+        if not mark:
+            raise OptionError(f"--adapter is {word!r}; give NAME=DIR, such as support={word}")
+        if name in names:
+            raise OptionError(
+                f"--adapter {name} has the name of a model; write it with another name"
+            )
+    return AdapterSettings(targets=adapters, room=room, rank=rank)
 
 
 def checked_targets(words: Sequence[str]) -> list[ServeTarget]:
@@ -151,6 +193,7 @@ class ServeSettings:
     sizes: EngineSizes = EngineSizes()  # noqa: RUF009
     batch: BatchOptions = BatchOptions()  # noqa: RUF009
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
+    adapters: AdapterSettings = AdapterSettings()
     traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
     """Traffic that the models' programs are chosen for, by name."""
     book: "TrafficBook | None" = None
@@ -200,9 +243,10 @@ def serve(
         limits=settings.limits,
         metrics=metrics,
         log_prompts=settings.log_prompts,
+        adapters={adapter.name: adapter.path for adapter in settings.adapters.targets},
     )
 
-    pending = partial(_pending, settings, texts, batches, log)
+    pending = partial(_pending, settings, state, texts, batches, log)
     renewal = partial(_changes, words, state, pending, partial(_contents, settings))
     first = list(map(pending, _smallest_first(checked_targets(words), settings)))
     process = Process(state, first, settings.address, log, settings.keys, renewal, listening)
@@ -220,6 +264,7 @@ def serve(
 
 def _pending(
     settings: ServeSettings,
+    state: "ServerState",
     texts: "TextMetrics",
     batches: "BatchMetrics",
     log: "EventLog",
@@ -230,7 +275,13 @@ def _pending(
 
     def opened() -> "Served":
         contents = _contents(settings, target)  # before its weights are read, which may be newer
-        return replace(open_served(target, settings, texts, batches, log), contents=contents)
+        adapters = [
+            ServeTarget(name=name, path=path)
+            for name, path in state.adapters.items()
+            if name not in state.unloaded
+        ]
+        own = replace(settings, adapters=replace(settings.adapters, targets=adapters))
+        return replace(open_served(target, own, texts, batches, log), contents=contents)
 
     return ModelLoad(key=(target.name, target.version), open=opened)
 
@@ -264,8 +315,8 @@ def _changes(
     """
     all_targets = targets(words)
     wanted = [target for target in all_targets if name in (None, target.name)]
-    if not wanted:
-        known = ", ".join(dict.fromkeys(target.name for target in all_targets))
+    if not wanted and name not in state.adapters:
+        known = ", ".join(dict.fromkeys([*(own.name for own in all_targets), *state.adapters]))
         raise NotFoundError(f"the server was not given a model {name}; it has {known}")
     from systolic.serving.registry import ReloadPlan
 
@@ -275,7 +326,7 @@ def _changes(
     held = {
         served.key: served.contents
         for served in state.registry.everything()
-        if name in (None, served.name)
+        if name in (None, served.name) and not served.base
     }
 
     def same(key: "Key", target: ServeTarget) -> bool:
@@ -285,12 +336,50 @@ def _changes(
             return False  # Opening it says what is wrong with it.
 
     unchanged = [key for key, target in now.items() if key in held and same(key, target)]
-    failed = [key for key in state.failures if name in (None, key[0])]
+    failed = [
+        key for key in state.failures if name in (None, key[0]) and key[0] not in state.adapters
+    ]
+    added = [pending(target) for key, target in now.items() if key not in unchanged]
+    gone = [key for key in dict.fromkeys([*held, *failed]) if key not in now]
+    adapters = _adapter_changes(state, [*(load.key for load in added), *gone], out, name)
     return ReloadPlan(
-        added=[pending(target) for key, target in now.items() if key not in unchanged],
-        gone=[key for key in dict.fromkeys([*held, *failed]) if key not in now],
-        unchanged=unchanged,
+        added=[*added, *adapters.added], gone=gone, unchanged=[*unchanged, *adapters.unchanged]
     )
+
+
+def _adapter_changes(
+    state: "ServerState", reopened: "Sequence[Key]", out: Collection[str], name: str | None
+) -> "ReloadPlan":
+    """Adapters whose folders hold others than are served, or that are not served, of models that are not opened again with theirs."""
+    from systolic.serving.registry import ModelLoad, ReloadPlan, ServedText
+
+    if not state.adapters:
+        return ReloadPlan()
+    from systolic.serving.text.adapters import adapter_contents, with_adapter
+
+    everything = state.registry.everything()
+    held = {served.key: served.contents for served in everything if served.base}
+
+    def same(key: "Key", path: Path) -> bool:
+        try:
+            return held.get(key) == adapter_contents(path)
+        except SystolicError:
+            return False  # Opening it says what is wrong with it.
+
+    added: list[ModelLoad] = []
+    unchanged: list[Key] = []
+    for base in everything:
+        if not isinstance(base, ServedText) or base.slots is None or base.key in reopened:
+            continue
+        for own, path in state.adapters.items():
+            key = (own, base.version)
+            if own in out or name not in (None, own):
+                continue
+            if same(key, path):
+                unchanged.append(key)
+            else:
+                added.append(ModelLoad(key=key, open=partial(with_adapter, base, own, path)))
+    return ReloadPlan(added=added, unchanged=unchanged)
 
 
 def open_served(
@@ -323,13 +412,32 @@ def open_served(
     for number in range(1, placement.engines):
         model = opened(target, settings, placement, number, log.warn)
         engines.append(_engine(target, settings, model, number, texts, log))
-    return ServedText(
+    served = ServedText(
         name=target.name,
         version=target.version,
         engine=Replicas(engines, settings.sizes.page_size) if len(engines) > 1 else engines[0],
         tokenizer=data.get_tokenizer(),
         template=data.find_template(),
     )
+    if not settings.sizes.adapters:
+        return served
+    from systolic.serving.text.adapters import AdapterSlots, with_adapter
+
+    served = replace(
+        served,
+        slots=AdapterSlots(
+            engine=served.engine,
+            engines=engines,
+            base=target.path,
+            model=model.setup.job.model,
+            trust=settings.trust,
+            grace_seconds=settings.address.grace_seconds,
+        ),
+    )
+    adapters = [
+        with_adapter(served, adapter.name, adapter.path) for adapter in settings.adapters.targets
+    ]
+    return replace(served, adapters=adapters)
 
 
 def opened(
@@ -352,7 +460,24 @@ def opened(
         warn=warn,
         place=place,
     )
-    return restored_on_cpu(model, lambda job: set_up_here(job, place=place), warn)
+
+    def again(job: Job) -> "Setup":
+        return set_up_here(job, place=place)
+
+    model = restored_on_cpu(model, again, warn)
+    if not settings.sizes.adapters:
+        return model
+    if not writes(model.setup.job):
+        raise OptionError(f"{target.name} writes no text, and takes no --adapter; leave it out")
+    from systolic.serving.text.adapters import AdapterRoom, read_matrices, with_room
+
+    own = model.setup.job.model
+    matrices = [
+        read_matrices(adapter.path, target.path, own, trust=settings.trust)
+        for adapter in settings.adapters.targets
+    ]
+    room = AdapterRoom(settings.sizes.adapters, settings.adapters.rank, settings.adapters.room > 0)
+    return with_room(model, matrices, room, again, target.name)
 
 
 def _engine(

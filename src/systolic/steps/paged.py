@@ -15,6 +15,7 @@ A replica of the engine has a mesh of its own, so that the axis ``data`` is 1 in
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import EXPERTS, STACKED, num_inputs
+from systolic.models.adapters import BASE, EXPERTS, STACKED, A, B, columns_kept, num_inputs
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -100,7 +101,11 @@ def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
 
     def turns(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
         codes = path[-1] == CODES
-        if path[-2 if codes else -1] not in TURNED or "latent" in path or EXPERTS in axes:
+        if (
+            path[-2 if codes or path[-1] == BASE else -1] not in TURNED
+            or "latent" in path
+            or EXPERTS in axes
+        ):
             return False
         scales = flat.get((*path[:-1], SCALES)) if codes else None
         if scales is None:
@@ -279,19 +284,32 @@ class StepInput(NamedTuple):
     """int32[texts]."""
     table: jax.Array
     """int32[texts, pages]."""
+    adapters: jax.Array
+    """int32[texts]: number of each text's adapter, 0 for none; [] where the program has none."""
 
     @classmethod
-    def sizes(cls, shape: StepShape, history: int) -> "list[tuple[int, ...]]":
+    def sizes(cls, shape: StepShape, history: int, adapters: int = 0) -> "list[tuple[int, ...]]":
         """Shapes of the arrays."""
         texts = shape.texts
         tokens, recent = (shape.tokens,), (shape.tokens, history)
-        return [tokens, (shape.rows,), recent, (texts,), (texts,), (texts, shape.pages)]
+        pages = (texts, shape.pages)
+        return [
+            tokens,
+            (shape.rows,),
+            recent,
+            (texts,),
+            (texts,),
+            pages,
+            (texts if adapters else 0,),
+        ]
 
     @classmethod
-    def unpacked(cls, packed: jax.Array, shape: StepShape, history: int) -> "StepInput":
+    def unpacked(
+        cls, packed: jax.Array, shape: StepShape, history: int, adapters: int = 0
+    ) -> "StepInput":
         """The arrays of one int32 array: what goes to the device in one copy."""
         parts, first = [], 0
-        for size in cls.sizes(shape, history):
+        for size in cls.sizes(shape, history, adapters):
             parts.append(packed[first : first + math.prod(size)].reshape(size))
             first += math.prod(size)
         return cls(*parts)
@@ -304,6 +322,7 @@ class PagedSteps:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
         cache: Format of keys and values.
+        adapters: Adapters that lie side by side in those of the job; 0: all texts have the job's own.
         wide: Whether one CPU holds the matrices of few bits as float32: its product of one row of bfloat16 takes 15 times as long.
 
     Attributes:
@@ -321,9 +340,10 @@ class PagedSteps:
         page_size: int,
         cache: ServedCache = ServedCache.plain,
         *,
+        adapters: int = 0,
         wide: bool = False,
     ) -> None:
-        self.cache, self.wide = cache, wide
+        self.cache, self.adapters, self.wide = cache, adapters, wide
         self._model, target = steps.job.model, paged_target(steps.target)
         job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
@@ -434,6 +454,12 @@ class PagedSteps:
         """Abstract weights with their shardings."""
         return jax.tree.map(_with, self.abstract_weights, self.shardings)
 
+    @property
+    def placed_adapters(self) -> list[Any]:
+        """Matrices of adapters side by side, among :attr:`placed_weights`."""
+        leaves = jax.tree.leaves(self.placed_weights)
+        return [leaves[number] for number, _ in self.adapter_leaves]
+
     def placed_pages(self, count: int) -> list[Any]:
         """Abstract pages with their shardings."""
         target, axes = self.steps.target, self.arrays.axes
@@ -537,7 +563,81 @@ class PagedSteps:
         )
         layers = list(zip(self._layers, weights.layers, strict=True))
         ends = self._ends(weights)
-        return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+        with columns_kept(self._columns(step_input.adapters, rows, chunk)):
+            return read(ends, layers, reading, pages, chunk, self.cache, drafts=drafts)
+
+    @cached_property
+    def adapter_leaves(self) -> list[tuple[int, int]]:
+        """Numbers of the weights that are matrices of adapters, each with the dim of their columns."""
+        leaves = jax.tree.leaves_with_path(self.abstract_weights)
+        names = [jax.tree_util.keystr(path) for path, _ in leaves]
+        dims = [
+            (number, leaf.ndim - 1 if A in name else 0)
+            for number, (name, (_, leaf)) in enumerate(zip(names, leaves, strict=True))
+            if A in name or B in name
+        ]
+        return dims if self.adapters else []
+
+    @cached_property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the matrices of one adapter, by their paths."""
+        rank = self.steps.job.adapter.rank // max(self.adapters, 1)
+        return {
+            path: tuple(
+                rank if dim == self.columns_dim(path) else n for dim, n in enumerate(like.shape)
+            )
+            for path, like in self.steps.network.params.items()
+        }
+
+    def columns_dim(self, path: str) -> int:
+        """Dim of the columns of a matrix A or B, in a stack of layers."""
+        home, _, name = path.rpartition("/")
+        network = self.steps.network
+        a, b = (network.params[f"{home}/{which}"].ndim for which in (A, B))
+        # Of A and B together only the dims of the stack are there twice, beside both ranks.
+        stacked = a + b - 2 - network.model_state[f"{home}/{BASE}"].ndim
+        return a - 1 if name == A else stacked
+
+    def placed(
+        self, matrices: Arrays, held: Sequence[jax.Array], number: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Matrices of all adapters with those of one in its place.
+
+        Args:
+            matrices: Of the adapter, of :attr:`adapter_shapes`.
+            held: Of all, at :attr:`adapter_leaves`.
+            number: Of the adapter, from 1.
+        """
+        count, network = self.adapters, self.steps.network
+        every = {}
+        for path, matrix in matrices.items():
+            times = [1] * matrix.ndim
+            times[self.columns_dim(path)] = count
+            every[path] = jnp.tile(matrix, times)
+        rest = {path: jnp.zeros(a.shape, a.dtype) for path, a in network.model_state.items()}
+        leaves = jax.tree.leaves(self.weights(every, rest))
+        owner = self._owners
+        return tuple(
+            jnp.where(
+                jnp.expand_dims(owner == number, [d for d in range(old.ndim) if d != dim]),
+                leaves[leaf],
+                old,
+            )
+            for (leaf, dim), old in zip(self.adapter_leaves, held, strict=True)
+        )
+
+    @property
+    def _owners(self) -> jax.Array:
+        """int32[rank]: number of the adapter that each column belongs to."""
+        rank = self.steps.job.adapter.rank
+        return jnp.arange(rank) // (rank // self.adapters) + 1
+
+    def _columns(self, numbers: jax.Array, rows: int, chunk: tuple[int, int]) -> jax.Array | None:
+        """bool[tokens, 1, rank]: columns of the adapter of each token's text."""
+        if not self.adapters:
+            return None
+        by_token = jnp.concatenate([numbers[:rows], jnp.repeat(numbers[rows:], chunk[1])])
+        return by_token[:, None, None] == self._owners
 
 
 class TextPages(NamedTuple):
@@ -647,7 +747,7 @@ class PagedDecode:
             weights,
             pages,
             jnp.zeros((1,), jnp.int32),
-            StepInput(ids, none, recent, *where, table[None]),
+            StepInput(ids, none, recent, *where, table[None], none[:0]),
             chunk,
         )
 

@@ -70,7 +70,7 @@ def jit_paged(paged: PagedSteps, shape: StepShape, *, drafts: bool = False) -> A
     """
 
     def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
-        step_input = StepInput.unpacked(packed, shape, paged.history)
+        step_input = StepInput.unpacked(packed, shape, paged.history, paged.adapters)
         run = paged.verify if drafts else paged.read
         return run(weights, pages, latest, step_input, (shape.chunks, shape.length))
 

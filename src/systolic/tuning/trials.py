@@ -21,6 +21,7 @@ from systolic.core.errors import (
     SystolicError,
     is_out_of_memory,
 )
+from systolic.core.files import fault_of, is_full
 from systolic.core.reporter import Reporter, reporter, reporting
 from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
@@ -28,7 +29,6 @@ from systolic.forecasting.run import forecast_job
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs import JobSource
-from systolic.runs import failure
 from systolic.runs.access import is_held
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
@@ -203,9 +203,9 @@ class TrialWorker:
             try:
                 result = self._train(source, tuning.run(number), watcher)
             except SystolicError as error:
-                if failure.is_full(error):
+                if is_full(error):
                     raise RunError(
-                        f"trial {number} could not be saved ({failure.reason(error)}); free space in {tuning.folder} and rerun to continue it"
+                        f"trial {number} could not be saved ({fault_of(error)}); free space in {tuning.folder} and rerun to continue it"
                     ) from error
                 self._note_taken(trial, watcher.last)
                 if watcher.started:

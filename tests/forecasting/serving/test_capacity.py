@@ -71,6 +71,36 @@ def test_a_server_on_this_machine(capsys) -> None:
     assert "no load keeps per token" in capsys.readouterr().out
 
 
+def test_adapters_side_by_side_take_memory_and_are_read_in_every_step(capsys) -> None:
+    words = ["lm", *WORDS.split(), "--on=v6e-1", "--prompt-tokens=32", "--output-tokens=32"]
+    words += ["--concurrency", "1", "--quick"]
+    plain, adapted = (
+        json.loads(capsys.readouterr().out)
+        for more in ((), ("--adapters=8", "--rank=16"))
+        if main(["forecast", "--serve", *words, *more, "--json"]) == 0
+    )
+    # Inputs and outputs of query, key, value and out, and of gate, up and down; bfloat16.
+    size = 2 * (8 * 16) * 2 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
+    memory, before = adapted["memory"], plain["memory"]
+    assert memory["adapters_bytes"] == size == 524_288
+    assert memory["weights_bytes"] - before["weights_bytes"] == size
+    assert "adapters_bytes" not in before
+    seconds = [made["steps"][0]["floor_seconds"] for made in (plain, adapted)]
+    rate = slice("v6e-1").chip.hbm_bytes_per_second
+    assert rate is not None
+    assert (seconds[1] - seconds[0]) * rate == pytest.approx(size)
+    assert main(["forecast", "--serve", *words, "--adapters=8", "--rank=16"]) == 0
+    shown = re.findall(r"adapters +(\S+) (\S+) +(.*)", capsys.readouterr().out)
+    assert shown == [("512.0", "KiB", "all read in every step")]
+    for more, message in (
+        (["--weights=int8"], "is quantized, and --adapters stand beside matrices of floats"),
+        (["--rank=0"], "--rank is 0"),
+    ):
+        assert main(["forecast", "--serve", *words, "--adapters=8", *more]) == 2
+        error = capsys.readouterr().err.strip()
+        assert message in error.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_requests_whose_step_does_not_fit_are_refused(capsys) -> None:
     # The logits of 60,000 texts alone are 58.6 GiB; their pages would fit.

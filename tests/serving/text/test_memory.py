@@ -12,7 +12,7 @@ from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
-from systolic.serving.text import converting, runner
+from systolic.serving.text import converting
 from systolic.serving.text.converting import held_bytes
 from systolic.serving.text.opening import engine_of, open_engine, plan_engine
 from tests.serving.text.engine import SIZES, shared
@@ -129,7 +129,7 @@ def test_what_lies_on_a_device_is_not_there_for_others(monkeypatch):
 def test_pages_are_as_many_as_fit_or_it_is_refused(small, engine, monkeypatch, room):
     found = engine.memory
     much = found.weights_bytes + found.temporary_bytes + room * found.page_bytes + 100
-    monkeypatch.setattr(runner, "capacity_bytes", lambda _: much)
+    monkeypatch.setattr(converting, "capacity_bytes", lambda _: much)
     if room < 13:
         with pytest.raises(RunError, match="longest text needs 13 pages"):
             small.engine(programs=(1, 1, 1))

@@ -1,14 +1,23 @@
-"""Metrics of a real engine against counts by hand."""
+"""Metrics of a real engine against counts by hand; the documented ones are those that there are."""
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from systolic.serving.facts import CompileFacts
 from systolic.serving.http.keys import HttpLimits
-from systolic.serving.http.metrics import Metrics, TextLoadMetrics, TextMetrics
+from systolic.serving.http.metrics import (
+    PREFIX,
+    BatchMetrics,
+    Metrics,
+    TextLoadMetrics,
+    TextMetrics,
+)
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelRegistry, ServedText
 from systolic.serving.text.engine import Engine
@@ -16,6 +25,8 @@ from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from tests.serving.http.running import wait
 from tests.serving.text.engine import SIZES, Small, shared
+
+DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
 class Silent:
@@ -173,3 +184,19 @@ def test_a_step_that_hangs_is_not_ready_and_comes_back(
     go_on.set()
     assert sum(len(piece.token_ids) for piece in stream) == 3
     wait(lambda: state.ready and state.alive)
+
+
+def test_documented_names_are_those_of_the_page() -> None:
+    metrics = Metrics()
+    TextMetrics(metrics), BatchMetrics(metrics)
+    families = list(text_string_to_metric_families(metrics.page().decode()))
+    own = {
+        one.name.removeprefix(PREFIX) + ("_total" if one.type == "counter" else ""): one
+        for one in families
+        if one.name.startswith(PREFIX)
+    }
+    text = DOCS.read_text().partition("## Metrics")[2]
+    named = re.findall(r"`([a-z0-9_]+)(?:\{([a-z_,]+)\})?`", text)
+    documented = {name for name, _ in named if "_" in name or name == "ready"}
+    labels = {"model_name"}
+    assert documented - labels == set(own)

@@ -385,6 +385,7 @@ class _Server:
             temporary_bytes=max(needs),
             page_bytes=page,
             page_size=self.page_size,
+            adapters_bytes=int(facts(decode).adapters_bytes),
             replicas=self.steps.replicas,
             most_rows=None if self.beyond is None else self.fitting(),
             origin=decode.memory_origin,

@@ -47,12 +47,14 @@ def engine_layout(
         from systolic.formats.matrices import saved_bytes
 
         saved = saved_bytes(job, item)
+    # Of each adapter one matrix is whole on every device.
+    adapters = job.adapter.rank * sum(model.adaptable().values()) * item if job.adapter else 0
 
     def need(tensor: int) -> EngineNeed:
         positions = (
             rows * load.tokens * position_elements(model, tensor) * (cache.item_bytes or item)
         )
-        held = served_parameters(model, tensor) * item - saved / tensor + positions
+        held = served_parameters(model, tensor) * item - saved / tensor + positions + adapters
         return EngineNeed(bytes=int(held), capacity_bytes=on.program_bytes)
 
     shares = share(ServingLayout(), on.num_devices, model, need)

@@ -14,6 +14,8 @@ from systolic.forecasting.serving.forecast import Load, StepTimes
 from systolic.forecasting.serving.layout import position_elements, served_parameters
 from systolic.formats.matrices import saved_bytes
 from systolic.job import (
+    Adapter,
+    AdapterKind,
     Axis,
     ExpertAxis,
     Job,
@@ -123,6 +125,25 @@ def with_formats(job: Job, target: str, weights: ServedWeights) -> Job:
     return job
 
 
+def with_adapters(job: Job, count: int, rank: int) -> Job:
+    """A job with room for adapters beside every matrix, side by side in one of their ranks together.
+
+    Raises:
+        OptionError: the model is no decoder, is quantized, or has adapters of its own.
+    """
+    if not count:
+        return job
+    if not isinstance(job.model, Decoder) or job.adapter:
+        kind = "has adapters of its own" if job.adapter else "is no decoder"
+        raise OptionError(f"{job.name} {kind}, and takes no --adapters; leave it out")
+    if job.quantization.matrices:
+        raise OptionError(
+            f"{job.name} is quantized, and --adapters stand beside matrices of floats; give --weights plain, or the model that it was made from"
+        )
+    total = count * rank
+    return replace(job, adapter=Adapter(kind=AdapterKind.lora, rank=total, alpha=float(total)))
+
+
 def server_steps(
     job: Job, on: Slice, load: Load, page_size: int, served: Served | None
 ) -> ServerSteps:
@@ -140,8 +161,19 @@ def server_steps(
         OptionError: weights in a format that the programs of a batch lack.
     """
     if _serves(job, served):
-        cache = ServedCache.plain if served is None else served.cache
-        return EngineSteps(job=job, on=on, load=load, page_size=page_size, cache=cache)
+        own = served or Served()
+        return EngineSteps(
+            job=job,
+            on=on,
+            load=load,
+            page_size=page_size,
+            cache=own.cache,
+            adapters=own.adapters,
+        )
+    if served is not None and served.adapters:
+        raise OptionError(
+            "--adapters stand side by side in systolic serve, which has no such layout or expert axis; use one that it has"
+        )
     if served is not None and served.cache is ServedCache.fp8:
         raise OptionError(
             "--kv-dtype is fp8, and the programs of a batch, which this layout needs, take plain or int8; use a layout that systolic serve has"
@@ -183,6 +215,7 @@ class EngineSteps:
     load: Load
     page_size: int
     cache: ServedCache = ServedCache.plain
+    adapters: int = 0
 
     @property
     def name(self) -> str:
@@ -225,6 +258,7 @@ class EngineSteps:
             num_pages=(rows or 1) * pages + 1,
             page_size=self.page_size,
             cache=self.cache,
+            adapters=self.adapters,
         )
 
     def weights_bytes(self, decode: Forecast) -> int:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, called
+from systolic.core.files import fault_of
 from systolic.core.units import si
 from systolic.data.text.text_data import Sentences, TextData
 from systolic.formats.comparison import EXACT, ExportDifference, difference
@@ -31,7 +32,6 @@ from systolic.formats.packages import ended, last_line, package_folder, run_modu
 from systolic.formats.registry import ExportSettings, LiteQuantization
 from systolic.job import Data, Job, Precision, Read, Split
 from systolic.job.data import MASK
-from systolic.runs import failure
 from systolic.runs.bundle.folder import check_free, write_file
 from systolic.steps.jaxpr import FoldedProgram
 from systolic.steps.tasks import ArrayClassification, Classification
@@ -657,7 +657,7 @@ def _converted(
             return (folder / child.MODEL).read_bytes(), results, int(outcome["float_bytes"])
     except OSError as error:
         raise RunError(
-            f"the conversion to LiteRT could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
+            f"the conversion to LiteRT could not write to {tempfile.gettempdir()} ({fault_of(error)}); free some space there, or set TMPDIR to another folder"
         ) from error
 
 

@@ -25,10 +25,9 @@ import msgspec
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, TakenError
-from systolic.core.files import check_folder_writable, check_room, write_json
+from systolic.core.files import check_folder_writable, check_room, fault_of, is_full, write_json
 from systolic.core.units import with_article
 from systolic.job import Model, Quantization
-from systolic.runs import failure
 from systolic.runs.bundle.record import (
     DIGEST,
     FORMAT,
@@ -336,9 +335,9 @@ def draft(final: Path) -> Generator[BundleDraft]:
         with _held(scratch):
             yield BundleDraft(scratch, final)
     except OSError as error:
-        cure = "free some space" if failure.is_full(error) else "choose another folder"
+        cure = "free some space" if is_full(error) else "choose another folder"
         raise RunError(
-            f"{final} could not be written ({failure.reason(error)}); {cure} and start again, nothing was left there"
+            f"{final} could not be written ({fault_of(error)}); {cure} and start again, nothing was left there"
         ) from error
     finally:
         if scratch is not None:
@@ -385,7 +384,7 @@ def check_free(final: Path) -> None:
         taken = final.exists() and not (final.is_dir() and not any(final.iterdir()))
     except OSError as error:  # too long a name, a folder that is not ours
         raise OptionError(
-            f"{final} can't be written ({failure.reason(error)}); choose another --out"
+            f"{final} can't be written ({fault_of(error)}); choose another --out"
         ) from error
     if taken:
         raise TakenError(f"{final} exists; choose another --out, or remove it")

@@ -4,19 +4,20 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from msgspec import Struct, field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from systolic.core.errors import OptionError
 from systolic.serving.batch.intake import check_range
 from systolic.serving.http.completions import CompletionFields, continued
 from systolic.serving.http.listing import json_response
-from systolic.serving.http.protocol import ProblemError, bad, decode, encode, with_infinities
+from systolic.serving.http.protocol import ProblemError, bad, decode, encode, read, with_infinities
 from systolic.serving.http.responses import answered, objects
 from systolic.serving.http.state import Phase, ServerState
 from systolic.serving.registry import Served, ServedText
@@ -250,6 +251,17 @@ class ControlFields(Struct, kw_only=True):
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
+class AdapterFields(Struct, kw_only=True):
+    """A request of ``/v1/load_lora_adapter`` or ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+    lora_name: str
+    lora_path: str = ""
+    load_inplace: bool = False
+    """Whether it takes the place of an adapter of its name."""
+    lora_int_id: int | None = None
+    """Unused: adapters go by their names."""
+
+
 async def live(request: Request, state: ServerState) -> Response:
     """``GET /v2/health/live``."""
     del request
@@ -330,6 +342,24 @@ async def unload(request: Request, state: ServerState) -> Response:
     await request.body()
     await asyncio.to_thread(_control(state).unload, request.path_params["name"])
     return Response()
+
+
+async def load_adapter(request: Request, state: ServerState) -> Response:
+    """``POST /v1/load_lora_adapter``."""
+    fields = await read(request, AdapterFields)
+    for field_name in ("lora_name", "lora_path"):
+        if not getattr(fields, field_name):
+            raise bad(f"{field_name} is missing; give lora_name and lora_path", field_name)
+    control, path = _control(state), FilePath(fields.lora_path)
+    await asyncio.to_thread(control.load_adapter, fields.lora_name, path, fields.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
+
+
+async def unload_adapter(request: Request, state: ServerState) -> Response:
+    """``POST /v1/unload_lora_adapter``; answers when the adapter's requests have ended."""
+    fields = await read(request, AdapterFields)
+    await asyncio.to_thread(_control(state).unload_adapter, fields.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
 
 def _control(state: ServerState) -> "Process":

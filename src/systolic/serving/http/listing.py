@@ -31,6 +31,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 def described(served: Served) -> dict[str, Any]:
     """A model as OpenAI lists it, with its context as vLLM adds it."""
     about = {**entry(served.name, served.created), "ready": served.ready}
+    about |= {"parent": served.base} if served.base else {}
     if isinstance(served, ServedText):
         return {**about, "kind": served.kind, "max_model_len": served.engine.context}
     return {**about, "kind": served.model.kind.value}

@@ -28,7 +28,7 @@ from systolic.serving.http.app import RequestMiddleware, application
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.state import ServerState
 from systolic.serving.http.telemetry import EventLog, find_traces
-from systolic.serving.registry import ModelLoad, ReloadPlan, Served
+from systolic.serving.registry import ModelLoad, ReloadPlan, Served, ServedText, check_name
 
 HEADER_SECONDS = 60.0
 """From the first byte of a connection, or of a further request on it, to the end of its headers."""
@@ -351,6 +351,53 @@ class Process(uvicorn.Server):
             failed = [key for key in self.state.failures if key[0] == name]
             self.state.unloaded.add(name)
             self._change(ReloadPlan(gone=[*(served.key for served in versions), *failed]))
+
+    def load_adapter(self, name: str, path: Path, replaces: bool = False) -> None:
+        """Makes an adapter ready; returns when requests may name it.
+
+        Args:
+            name: Of the adapter.
+            path: A run with adapters, or a folder of PEFT.
+            replaces: Whether it may take the place of an adapter of its name, whose requests end first.
+
+        Raises: as :meth:`systolic.serving.text.adapters.AdapterSlots.place`, and
+            OptionError: the server has no room for adapters, or the name is taken or not valid.
+        """
+        from systolic.serving.text.adapters import with_adapter
+
+        with self._renewing:
+            everything = self.state.registry.everything()
+            bases = [own for own in everything if isinstance(own, ServedText) and own.slots]
+            same = next((own for own in everything if own.name == name), None)
+            if not bases:
+                raise OptionError(
+                    "the server has no room for adapters; start it with --adapters and their number"
+                )
+            check_name(name, "give a lora_name")
+            if same is not None and not (replaces and same.base):
+                cure = "set load_inplace to replace it" if same.base else "give another name"
+                raise OptionError(
+                    f"{name} is {'an adapter' if same.base else 'a model'} that is served; {cure}"
+                )
+            for base in bases:
+                self._add(with_adapter(base, name, path))
+            self.state.adapters[name] = path
+            self.state.unloaded.discard(name)
+            self.log.write("loaded", model=name, path=str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes an adapter out; returns when its requests have ended, at the latest after the time of grace.
+
+        Raises:
+            NotFoundError: it is not loaded.
+            OptionError: it is a model and no adapter.
+        """
+        with self._renewing:
+            versions = self.state.registry.versions(name)
+            if not versions[0].base:
+                raise OptionError(f"{name} is a model and no adapter; give the name of an adapter")
+            self.state.adapters.pop(name, None)
+            self._change(ReloadPlan(gone=[served.key for served in versions]))
 
     def end(self) -> None:
         """Begins to end; from any thread."""

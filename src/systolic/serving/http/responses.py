@@ -97,7 +97,7 @@ def failure(output: TextOutput) -> ProblemError | None:
         case Finish.cancelled:
             return ProblemError(
                 status=503,
-                message="the server ended before the text did; ask another one",
+                message=output.message or "the server ended before the text did; ask another one",
                 code="cancelled",
                 retry_seconds=1.0,
             )

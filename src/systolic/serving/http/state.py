@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -254,6 +255,8 @@ class ServerState:
     """None where clients may not load and unload."""
     unloaded: set[str] = field(default_factory=set)
     """Names of models that a client took out."""
+    adapters: dict[str, Path] = field(default_factory=dict)
+    """Folders of adapters by name; those that their model has when it is opened again."""
     begun: float = field(default_factory=time.monotonic)
 
     @property
@@ -357,7 +360,7 @@ class ServerState:
 
     def _names(self) -> list[str]:
         """Names of the models, those that are still opened included."""
-        opened = [served.name for served in self.registry.newest()]
+        opened = [served.name for served in self.registry.newest() if not served.base]
         return list(dict.fromkeys([*opened, *(name for name, _ in self.opening)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:

@@ -9,16 +9,19 @@ import jax.extend.core
 
 from systolic.chips.host import free_bytes
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
-from systolic.core.units import si
+from systolic.core.errors import RunError
+from systolic.core.units import gibibytes, si
 from systolic.inference.model import PreparedModel
 from systolic.job import Job, Quantization, WeightFormat
 from systolic.job.precision import CODES, INPUTS, SCALES
+from systolic.job.serving_memory import ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized.codes import Quantized, stored_bytes
 from systolic.steps.paged import PagedSteps, ServingWeights
 
 if TYPE_CHECKING:
     from systolic.runs.weights import Weights
+    from systolic.serving.text.runner import Programs
     from systolic.setup import Setup
 
 
@@ -212,3 +215,47 @@ def held_bytes(arrays: Any) -> int:
         stored_bytes(array.sharding.shard_shape(array.shape), array.dtype)
         for array in jax.tree.leaves(arrays)
     )
+
+
+def memory_of(programs: "Programs", pages: int | None = None) -> ServingMemory:
+    """Memory of an engine, whose capacity is measured once: what it allocates is no smaller capacity.
+
+    Args:
+        programs: With the largest compiled.
+        pages: Of the cache; None takes all that fit.
+    """
+    paged = programs.paged
+    if programs.capacity_bytes is None:
+        mesh: Any = paged.steps.target.mesh
+        programs.capacity_bytes = capacity_bytes(list(mesh.devices.flat))
+    return ServingMemory(
+        capacity_bytes=programs.capacity_bytes,
+        weights_bytes=held_bytes(paged.placed_weights),
+        adapters_bytes=held_bytes(paged.placed_adapters),
+        temporary_bytes=programs.temporary_bytes(),
+        page_bytes=held_bytes(paged.placed_pages(1)),
+        page_size=paged.page_size,
+        pages=pages,
+    )
+
+
+def pages_that_fit(programs: "Programs", wanted: int, least: int) -> int:
+    """Pages for an engine: as many as it wants, or as there is room for.
+
+    Compiles the largest programs, whose need beside the pages does not depend on their number.
+
+    Args:
+        programs: Not compiled yet.
+        wanted: Pages that hold all texts at their longest.
+        least: Pages of the longest text, and one for padding.
+
+    Raises:
+        RunError: not even the least fit.
+    """
+    programs.compile_largest()
+    memory = memory_of(programs)
+    if memory.num_pages < least:
+        raise RunError(
+            f"the longest text needs {least} pages of {gibibytes(memory.page_bytes)} beside {gibibytes(memory.weights_bytes)} of weights and {gibibytes(memory.temporary_bytes)} of temporaries, and the device has {gibibytes(memory.capacity_bytes)}; give a smaller context or fewer rows, or more devices"
+        )
+    return min(wanted, memory.num_pages)

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,15 @@ from systolic.inference.grammar import Grammars
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import COUNT, count_compiles
 from systolic.serving.request import RefusedError
+from systolic.serving.text.converting import memory_of
 from systolic.serving.text.request import Finish, Stream, TextRequest
-from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner, memory_of
+from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepWork
 from systolic.serving.text.sequence import EngineLoad, EngineWatcher, Sequence, StepFacts, reason
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from systolic.data.text.tokenizer import Tokenizer
 
 IDLE_SECONDS = 0.2
@@ -67,6 +71,7 @@ class Engine:
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
         self._cancelled: deque[Sequence] = deque()
+        self._orders: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._live: dict[int, Sequence] = {}
         self._by_stream: dict[Stream, Sequence] = {}
         self._number = 0
@@ -152,6 +157,47 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def num_texts(self, root: bytes) -> int:
+        """Texts that wait or run under a key of the empty text: those of one version of an adapter."""
+        with self._changed:
+            return sum(own.request.root == root for own in self._by_stream.values())
+
+    def place_adapter(self, number: int, matrices: Mapping[str, "np.ndarray"]) -> None:
+        """Puts an adapter in the place of a number between two steps, where no text has that number; returns when it is done.
+
+        Raises:
+            RunError: the engine has ended.
+        """
+        self._order(lambda: self.runner.place(number, matrices))
+
+    def end_texts(self, root: bytes, message: str) -> None:
+        """Ends the texts under a key of the empty text, with a message; returns when none is left."""
+
+        def end() -> None:
+            for sequence in list(self._live.values()):
+                if sequence.request.root == root:
+                    self._end(sequence, Finish.cancelled, message)
+
+        self._order(end)
+
+    def _order(self, work: Callable[[], None]) -> None:
+        """Does work in the thread that owns the device, or at once where it has not begun."""
+        done: Future[None] = Future()
+        with self._changed:
+            if self._stopped.is_set():
+                raise self._ended()
+            began = self._thread.ident is not None
+            if began:
+                self._orders.append((work, done))
+                self._changed.notify()
+        if began:
+            done.result()
+        else:
+            work()
+
+    def _ended(self) -> RunError:
+        return RunError(f"the engine has ended: {self._failed or 'it was told to'}")
+
     def _check(self, request: TextRequest) -> None:
         size, vocab = len(request.tokens), self.runner.vocab
         if not size:
@@ -217,9 +263,10 @@ class Engine:
         verified when they are known.
         """
         flight, self._flight = self._flight, None
+        compiles = COUNT.compiled
         if not self._take(waits=flight is None):
             return False
-        begin, compiles, waited = time.perf_counter(), COUNT.compiled, 0.0
+        begin, waited = time.perf_counter(), 0.0
         if flight is not None and (flight.verifies or self.scheduler.proposes):
             waited, flight = self._collect(flight), None
 
@@ -245,14 +292,18 @@ class Engine:
         except BaseException as error:
             self._fail(error)
         finally:
-            self._stopped.set()
+            with self._changed:
+                self._stopped.set()
+            for _, done in self._orders:
+                done.set_exception(self._ended())
 
     def _take(self, waits: bool) -> bool:
         """Takes what was left in the queues; False where the loop shall end."""
         now = time.monotonic()
         with self._changed:
             busy = self.scheduler.running or self.scheduler.waiting
-            if waits and not (busy or self._arrived or self._cancelled or self._closing):
+            left = self._arrived or self._cancelled or self._orders
+            if waits and not (busy or left or self._closing):
                 self._changed.wait(IDLE_SECONDS)
             arrived, self._arrived = self._arrived, deque()
             cancelled, self._cancelled = self._cancelled, deque()
@@ -262,6 +313,12 @@ class Engine:
             self.scheduler.add(sequence)
         for sequence in cancelled:
             self._end(sequence, Finish.cancelled)
+        while self._orders:
+            work, done = self._orders.popleft()
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
         for sequence in list(self._live.values()):
             if sequence.deadline is not None and now >= sequence.deadline:
                 self._end(sequence, Finish.deadline)

@@ -20,9 +20,9 @@ from systolic.job.serving_memory import ServingMemory
 from systolic.models.linear import alone_on_cpu
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
-from systolic.serving.text.converting import held_bytes, serving_weights
+from systolic.serving.text.converting import held_bytes, memory_of, pages_that_fit, serving_weights
 from systolic.serving.text.engine import Bounds, Engine
-from systolic.serving.text.runner import Programs, StepRunner, memory_of, pages_that_fit
+from systolic.serving.text.runner import Programs, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
@@ -66,6 +66,8 @@ class EngineSizes:
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
     speculate: int = 0
     """Tokens that are proposed for a text at once, from what it says already; 0 proposes none."""
+    adapters: int = 0
+    """Adapters side by side in those of the job, of which each text has one or none."""
     programs: tuple[int, int, int] | None = None
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text; None: :data:`PROGRAMS`, or on a CPU :data:`CPU_PROGRAMS`."""
 
@@ -245,7 +247,7 @@ class EnginePlan:
 
         Raises:
             OptionError: fewer fit than are asked for.
-            RunError: as :func:`systolic.serving.text.runner.pages_that_fit`.
+            RunError: as :func:`systolic.serving.text.converting.pages_that_fit`.
         """
         first = first or self.programs()
         if opening is not None:
@@ -304,7 +306,9 @@ def plan_engine(
         data=data,
         sizes=sizes,
         context=context,
-        paged=PagedSteps(steps, sizes.page_size, sizes.cache, wide=_widens(steps)),
+        paged=PagedSteps(
+            steps, sizes.page_size, sizes.cache, adapters=sizes.adapters, wide=_widens(steps)
+        ),
         buckets=_buckets(steps, sizes, context),
         store=store,
     )

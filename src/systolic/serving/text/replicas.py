@@ -17,7 +17,6 @@ from systolic.serving.text.converting import capacity_bytes, held_bytes
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.serving.text.request import AnswerStream, TextRequest
 from systolic.serving.text.scheduler import next_key
-from systolic.serving.text.sequence import START
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, EngineNeed, ServingLayout, share
 from systolic.steps.step_functions import StepFunctions
@@ -85,7 +84,7 @@ class Replicas:
         Raises:
             RefusedError: as the last engine that was asked.
         """
-        keys = self._keys(request.tokens)
+        keys = self._keys(request)
         refused: RefusedError | None = None
         for number in self._order(keys):
             try:
@@ -119,9 +118,9 @@ class Replicas:
         for engine in self.engines:
             engine.stop()
 
-    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+    def _keys(self, request: TextRequest) -> list[bytes]:
         """Keys of the full pages of a prompt, the longest first."""
-        keys, size = [START], self._page_size
+        tokens, keys, size = request.tokens, [request.root], self._page_size
         for start in range(0, len(tokens) - len(tokens) % size, size):
             keys.append(next_key(keys[-1], tokens[start : start + size]))
         return keys[:0:-1]

@@ -85,6 +85,10 @@ class TextRequest:
     """Log-probabilities of the prompt's tokens as well, with as many likeliest ones as ``logprobs``."""
     deadline_seconds: float | None = None
     """Ends the text so long after it was submitted."""
+    adapter: int = 0
+    """Number of the adapter that answers, from 1; 0 is the model alone."""
+    root: bytes = b""
+    """Key of the empty text, of which the keys of its pages are made: texts of other adapters have other keys and values."""
     grammar: Matcher | None = None
     """The beginning of a text in the grammar that the answer follows; the model's end tokens then end it whatever ``ignore_ends`` says."""
 

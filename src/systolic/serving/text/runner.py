@@ -4,7 +4,7 @@ All programs are compiled before the first request, none after.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,12 +18,9 @@ import numpy as np
 
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.core.errors import RunError
-from systolic.core.units import gibibytes
 from systolic.inference.grammar import fill_masks
-from systolic.job.serving_memory import ServingMemory
 from systolic.serving.facts import CompileFacts
 from systolic.serving.text.buckets import Buckets
-from systolic.serving.text.converting import capacity_bytes, held_bytes
 from systolic.serving.text.request import TopLogprobs
 from systolic.serving.text.scheduler import StepWork
 from systolic.serving.text.sequence import PENDING, PromptScores, Sequence
@@ -89,6 +86,8 @@ class Programs:
     """The same as ``read``, with logits after every token."""
     score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
+    place: dict[int, Any] = field(default_factory=dict)
+    """By the number of adapters: (matrices of one, those of all, its number) -> those of all."""
     choose: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, packed draw, masks) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
@@ -124,8 +123,9 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Programs in all: steps, choices of two kinds, and the one that scores."""
-        return len(self.shapes) + len(self.drafted) + 2 * len(self.texts) + 1
+        """Programs in all: steps, choices of two kinds, the one that scores, and that which places an adapter."""
+        others = 1 + bool(self.paged.adapters)
+        return len(self.shapes) + len(self.drafted) + 2 * len(self.texts) + others
 
     @property
     def all(self) -> list[TextProgram]:
@@ -134,6 +134,7 @@ class Programs:
         programs += [self._verify(step) for step in self.drafted]
         for count in self.texts:
             programs += [self._choose(count), self._choose_by_all(count)]
+        programs += [self._place()] if self.paged.adapters else []
         return [*programs, self._score(self.scored)]
 
     @property
@@ -173,7 +174,7 @@ class Programs:
             return
         ready = made_ready(self.store, program.spec, program.lower)
         program.where[program.key] = ready.compiled
-        places = (self.read, self.verify, self.score, self.choose, self.choose_by_all)
+        places = self.read, self.verify, self.score, self.place, self.choose, self.choose_by_all
         self.on_compiled(
             CompileFacts(
                 bucket=program.spec.name,
@@ -196,7 +197,7 @@ class Programs:
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
-        steps = (self.read, self.verify, self.score, self.choose_by_all)
+        steps = (self.read, self.verify, self.score, self.place, self.choose_by_all)
         compiled = [program for place in steps for program in place.values()]
         analyses = [program.memory_analysis() for program in compiled]
         # A TPU's temporaries are no peak, and a CPU's peak has no temporaries.
@@ -215,7 +216,7 @@ class Programs:
         def ints(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
-        sizes = StepInput.sizes(shape, self.paged.history)
+        sizes = StepInput.sizes(shape, self.paged.history, self.paged.adapters)
         packed = ints(sum(math.prod(size) for size in sizes))
         return self._weights, self._pages, ints(self.slots + 1), packed
 
@@ -250,7 +251,7 @@ class Programs:
         chunk = (shape.chunks, shape.length)
 
         def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
-            inputs = StepInput.unpacked(packed, shape, self.paged.history)
+            inputs = StepInput.unpacked(packed, shape, self.paged.history, self.paged.adapters)
             return self.paged.score(weights, pages, latest, inputs, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
@@ -259,6 +260,17 @@ class Programs:
         return self._program(
             f"score {shape}", self.score, shape, lowering, (0, CHOSEN, self._pages)
         )
+
+    def _place(self) -> TextProgram:
+        held = self.paged.placed_adapters
+        new = {
+            path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.everywhere)
+            for path, shape in self.paged.adapter_shapes.items()
+        }
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.everywhere)
+        lowering = self._lower(self.paged.placed, (new, held, number), tuple(held))
+        adapters, outputs = self.paged.adapters, (0,) * len(held)
+        return self._program(f"place of {adapters}", self.place, adapters, lowering, outputs)
 
     def _choose(self, texts: int) -> TextProgram:
         target = self.paged.steps.target
@@ -308,6 +320,7 @@ class Programs:
         outputs: tuple[Any, ...],
     ) -> TextProgram:
         sizes = {"page_size": self.paged.page_size}
+        sizes |= {"adapters": self.paged.adapters} if self.paged.adapters else {}
         spec = ProgramSpec(name=name, sizes=sizes, arguments=lowering[0], outputs=outputs)
         return TextProgram(where=where, key=key, spec=spec, lower=lowering[1])
 
@@ -404,6 +417,15 @@ class StepRunner:
     def vocab(self) -> int:
         """Tokens of the model."""
         return self.programs.paged.vocab
+
+    def place(self, number: int, matrices: Mapping[str, np.ndarray]) -> None:
+        """Puts the matrices of an adapter, by :attr:`~systolic.steps.paged.PagedSteps.adapter_shapes`, in the place of a number, for the steps that begin from now on."""
+        paged, (leaves, structure) = self.programs.paged, jax.tree.flatten(self._weights)
+        held = [leaves[leaf] for leaf, _ in paged.adapter_leaves]
+        after = self.programs.place[paged.adapters](dict(matrices), held, np.int32(number))
+        for (leaf, _), array in zip(paged.adapter_leaves, after, strict=True):
+            leaves[leaf] = array
+        self._weights = jax.tree.unflatten(structure, leaves)
 
     def run(self, work: StepWork, settle: Callable[[], None] = lambda: None) -> StepInFlight:
         """Starts a step; its sequences have read their tokens, and the next of each is pending.
@@ -612,6 +634,7 @@ class StepRunner:
         start = np.zeros(shape.texts, np.int32)
         count = np.zeros(shape.texts, np.int32)
         table = np.zeros((shape.texts, shape.pages), np.int32)
+        adapters = np.zeros(shape.texts, np.int32)
         for row, sequence in enumerate(decode):
             token = sequence.tokens[sequence.read]
             if token == PENDING:
@@ -619,6 +642,7 @@ class StepRunner:
             else:
                 tokens[row] = token
             start[row], count[row] = sequence.read, 1
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             if history:
                 self._recall(recent[row], sequence.tokens, sequence.read)
@@ -631,10 +655,12 @@ class StepRunner:
             size = len(text) - read
             tokens[first : first + size] = text[read:]
             start[row], count[row] = read, size
+            adapters[row] = sequence.request.adapter
             self._fill(table[row], sequence)
             for place in range(size if history else 0):
                 self._recall(recent[first + place], text, read + place)
-        arrays = (tokens, slots, recent, start, count, table)
+        numbers = adapters if self.programs.paged.adapters else adapters[:0]
+        arrays = (tokens, slots, recent, start, count, table, numbers)
         return np.concatenate([array.reshape(-1) for array in arrays])
 
     def _fill(self, row: np.ndarray, sequence: Sequence) -> None:
@@ -751,46 +777,3 @@ def _cuts(
             broken.append((sequence, error))
     arrays: Any = (top_k, *reals, text, prompt, biased, bias)
     return Cuts(*arrays)
-
-
-def memory_of(programs: Programs, pages: int | None = None) -> ServingMemory:
-    """Memory of an engine, whose capacity is measured once: what it allocates is no smaller capacity.
-
-    Args:
-        programs: With the largest compiled.
-        pages: Of the cache; None takes all that fit.
-    """
-    paged = programs.paged
-    if programs.capacity_bytes is None:
-        mesh: Any = paged.steps.target.mesh
-        programs.capacity_bytes = capacity_bytes(list(mesh.devices.flat))
-    return ServingMemory(
-        capacity_bytes=programs.capacity_bytes,
-        weights_bytes=held_bytes(paged.placed_weights),
-        temporary_bytes=programs.temporary_bytes(),
-        page_bytes=held_bytes(paged.placed_pages(1)),
-        page_size=paged.page_size,
-        pages=pages,
-    )
-
-
-def pages_that_fit(programs: Programs, wanted: int, least: int) -> int:
-    """Pages for an engine: as many as it wants, or as there is room for.
-
-    Compiles the largest programs, whose need beside the pages does not depend on their number.
-
-    Args:
-        programs: Not compiled yet.
-        wanted: Pages that hold all texts at their longest.
-        least: Pages of the longest text, and one for padding.
-
-    Raises:
-        RunError: not even the least fit.
-    """
-    programs.compile_largest()
-    memory = memory_of(programs)
-    if memory.num_pages < least:
-        raise RunError(
-            f"the longest text needs {least} pages of {gibibytes(memory.page_bytes)} beside {gibibytes(memory.weights_bytes)} of weights and {gibibytes(memory.temporary_bytes)} of temporaries, and the device has {gibibytes(memory.capacity_bytes)}; give a smaller context or fewer rows, or more devices"
-        )
-    return min(wanted, memory.num_pages)

@@ -67,13 +67,16 @@ class PagePool:
         """Pages that texts can hold."""
         return self.num_pages - 1
 
-    def find(self, tokens: list[int]) -> tuple[list[int], bytes]:
+    def find(self, tokens: list[int], key: bytes = START) -> tuple[list[int], bytes]:
         """Pages with the first tokens of a text, now held by it, and the key of what they hold.
 
         At least one token is left, whose logits somebody has to compute.
+
+        Args:
+            tokens: The text.
+            key: Of the empty text.
         """
         pages: list[int] = []
-        key = START
         size = self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             following = next_key(key, tokens[start : start + size])
@@ -284,7 +287,8 @@ class Scheduler:
 
     def _empty(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.read, sequence.published, sequence.key = [], 0, 0, START
+        sequence.pages, sequence.read, sequence.published = [], 0, 0
+        sequence.key = sequence.request.root
 
     def _admit(self, *, blocked: bool) -> None:
         """Starts waiting texts while there are rows, and pages for their first chunk."""
@@ -293,8 +297,9 @@ class Scheduler:
             if sequence.pending:
                 return  # Its last token is known after the step in flight.
             shared = self.pool.reuse and sequence.shares
+            root = sequence.request.root
             sequence.pages, sequence.key = (
-                self.pool.find(sequence.tokens) if shared else ([], START)
+                self.pool.find(sequence.tokens, root) if shared else ([], root)
             )
             sequence.published = len(sequence.pages)
             sequence.read = sequence.published * self.pool.page_size

@@ -139,7 +139,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.tokens = list(map(int, request.tokens))
+        self.tokens, self.key = list(map(int, request.tokens)), request.root
         self.prompt_tokens = len(self.tokens)
         self.max_length = min(self.prompt_tokens + request.max_tokens, self.context)
         seed = request.sampling.seed
