@@ -56,9 +56,9 @@ def trained(setup: Setup, program: Any, steps: int) -> float:
     ):
         watchers = [Live(), TensorBoard(run.tensorboard)]
         trainer = Trainer(setup=replace(setup, job=job), run=run, watchers=watchers)
-        feed = training(trainer.job, trainer.steps, 0)
+        feed = training(trainer.job, trainer.functions, 0)
         try:
-            state = trainer._begin(feed, resume=False)
+            state = trainer._begin(feed, False, Interrupt())
             trainer._await_program(Interrupt())
             watch = Stopwatch(trainer.train_program)
             trainer.train_program = watch  # ty: ignore[invalid-assignment]
