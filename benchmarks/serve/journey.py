@@ -2,7 +2,7 @@
 
     python benchmarks/serve/journey.py --requests 10000 --seed 0 [--speculate 4] [--threads 16] [--folder DIR]
 
-One ``systolic serve`` in a process of its own has a language model, an encoder and a model of pictures, all of random weights. It
+One ``systolic serve`` in a process of its own has a language model with two adapters, an encoder and a model of pictures, all of random weights. It
 is asked for chats, completions and responses (streams and not, ``n``, log-probabilities, stop strings), structured output of every
 form, tools, embeddings, scores and pictures. Chats share beginnings, and the pages are too few for all texts. Half of the requests
 are of a pool whose answers were asked before, each alone; they are greedy or have a seed, and have to be the same again.
@@ -45,7 +45,9 @@ from PIL import Image
 from tests.serving.http.schemas import random_schema
 
 ROOT = Path(__file__).parents[2]
-CHATS = ("chat",)
+ADAPTERS = ("support", "legal")
+"""Adapters of ``chat``."""
+CHATS = ("chat", *ADAPTERS)
 """Names that requests for text are sent to."""
 POOL_SHARE = 0.5
 LEAVING_SHARE, DEADLINE_SHARE = 0.12, 0.05
@@ -113,12 +115,16 @@ def folders(root: Path) -> dict[str, Path]:
     from tests.formats.test_sentences import folder as encoder
 
     names = {name: root / name for name in ("chat", "words", "pictures")}
-    if all(path.exists() for path in names.values()):
+    if all(path.exists() for path in [*names.values(), *(root / name for name in ADAPTERS)]):
         return names
     model = texts.llama(num_hidden_layers=2, max_position_embeddings=512)
     torch.nn.init.normal_(model.lm_head.weight)  # so that two tokens are seldom as likely
     texts.folder(names["chat"], model)
     (names["chat"] / "chat_template.jinja").write_text(TEMPLATE)
+    from tests.serving.text.test_adapters import peft_folder
+
+    for seed, name in enumerate(ADAPTERS):
+        peft_folder(root / name, names["chat"], seed, 2 + seed, ["q_proj", "down_proj"])
     encoder(names["words"])
     resnet(names["pictures"])
     return names
@@ -316,6 +322,8 @@ class Server:
         sizes = "--rows 8 --context 512 --chunk 64 --page-size 16 --pages 40 --strict --model-control --log json --port 0 --json"
         line = [sys.executable, "-m", "systolic", "serve", *sizes.split(), *words]
         line += [f"{name}={path}" for name, path in models.items()]
+        for name in ADAPTERS:
+            line += ["--adapter", f"{name}={models['chat'].parent / name}"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
         self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=self.log.open("w"), env=environment, text=True)  # fmt: skip
         assert self.process.stdout is not None
@@ -512,6 +520,13 @@ class Journey:
             if answer.status_code != 200 or answer.json()["loaded"] != ["1"]:
                 self.fault(f"loading chat: {answer.status_code} {answer.text}")
             server.process.send_signal(signal.SIGHUP)
+            about = {
+                "lora_name": "support",
+                "lora_path": str(server.models["chat"].parent / "support"),
+            }
+            answer = http.post("/v1/load_lora_adapter", json={**about, "load_inplace": True})
+            if answer.status_code != 200:
+                self.fault(f"loading support: {answer.status_code} {answer.text}")
             self.away = True
             for verb in ("unload", "load"):
                 answer = http.post(f"/v2/repository/models/pictures/{verb}")

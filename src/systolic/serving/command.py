@@ -135,8 +135,8 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         pages: Pages of the cache; 0 holds all texts at their longest.
         kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
         speculate: Tokens to propose for a text at once, from what it says already, and to verify in one step; 0 proposes none.
-        adapter: Low-rank adapter of the model as NAME=DIR, a run of train sft --adapter lora or a PEFT folder; requests choose it by its name as their model.
-        adapters: Adapters that the model has room for, beside every matrix; 0 takes those of --adapter, beside theirs. With --model-control clients load others.
+        adapter: Low-rank adapter of the first model as NAME=DIR, a run of train sft --adapter lora or a PEFT folder; requests choose it by its name as their model.
+        adapters: Adapters that the first model has room for, beside every matrix; 0 takes those of --adapter, beside theirs. With --model-control clients load others.
         adapter_rank: Rank that every adapter is padded to; 0 takes the largest of --adapter, and 16 at least with --adapters.
         layout: Devices of each language model.
         precision: Precision of the computation. auto takes a run's own; models in files use bf16 on TPUs and GPUs and f32 on CPUs.

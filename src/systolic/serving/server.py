@@ -99,6 +99,8 @@ class AdapterSettings:
     """Places, beside every matrix; 0: as many as there are targets, beside their matrices."""
     rank: int = 0
     """Columns of each; 0 takes the largest rank, and 16 at least beside every matrix."""
+    base: str = ""
+    """Name of the model that they belong to."""
 
     @property
     def count(self) -> int:
@@ -112,15 +114,16 @@ def adapter_settings(
     """Adapters of a command line, each ``NAME=DIR``.
 
     Raises: as :func:`targets`, and
-        OptionError: a word has no name, there are several models or more adapters than there is room for, a rank of none is given, or a
-            name is that of a model.
+        OptionError: a word has no name, the first model has several versions, there are more adapters than there is room for, a rank of
+            none is given, or a name is that of a model.
     """
     words = [words] if isinstance(words, str) else words
     adapters = targets(words)
     names = {model.name for model in models}
-    if (adapters or room) and len(models) != 1:
+    base = models[0].name
+    if (adapters or room) and sum(model.name == base for model in models) > 1:
         raise OptionError(
-            f"{'--adapter belongs' if adapters else '--adapters belong'} to one model, and {len(models)} are given; serve the others by another server"
+            f"{'--adapter belongs' if adapters else '--adapters belong'} to the first model, and {base} has several versions; give the folder of one"
         )
     if room and len(adapters) > room:
         raise OptionError(
@@ -136,7 +139,7 @@ def adapter_settings(
             raise OptionError(
                 f"--adapter {name} has the name of a model; write it with another name"
             )
-    return AdapterSettings(targets=adapters, room=room, rank=rank)
+    return AdapterSettings(targets=adapters, room=room, rank=rank, base=base)
 
 
 def checked_targets(words: Sequence[str]) -> list[ServeTarget]:
@@ -275,6 +278,11 @@ def _pending(
 
     def opened() -> "Served":
         contents = _contents(settings, target)  # before its weights are read, which may be newer
+        if target.name != settings.adapters.base:
+            plain = replace(
+                settings, adapters=AdapterSettings(), sizes=replace(settings.sizes, adapters=0)
+            )
+            return replace(open_served(target, plain, texts, batches, log), contents=contents)
         adapters = [
             ServeTarget(name=name, path=path)
             for name, path in state.adapters.items()

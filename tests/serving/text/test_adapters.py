@@ -348,8 +348,10 @@ def test_names_of_adapters(tmp_path: Path) -> None:
         adapter_settings([str(tmp_path / "b")], models)
     with pytest.raises(OptionError, match="--adapter a has the name of a model"):
         adapter_settings([f"a={tmp_path / 'b'}"], models)
-    with pytest.raises(OptionError, match="belongs to one model, and 2 are given"):
-        adapter_settings([f"x={tmp_path / 'b'}"], [*models, replace(models[0], name="c")])
+    with pytest.raises(OptionError, match="a has several versions"):
+        adapter_settings([f"x={tmp_path / 'b'}"], [*models, replace(models[0], version=2)])
+    both = adapter_settings([f"x={tmp_path / 'b'}"], [*models, replace(models[0], name="c")])
+    assert (both.base, both.count) == ("a", 1)
     with pytest.raises(OptionError, match="--adapter-rank has no effect without --adapter or"):
         adapter_settings([], models, rank=4)
     with pytest.raises(OptionError, match="--adapters is 1 and 2 are given by --adapter; give 2"):
