@@ -319,7 +319,7 @@ class Server:
 
     def __init__(self, models: dict[str, Path], folder: Path, words: list[str]) -> None:
         self.models, self.log = models, folder / "server.log"
-        sizes = "--rows 8 --context 512 --chunk 64 --page-size 16 --pages 40 --strict --model-control --log json --port 0 --json"
+        sizes = "--rows 8 --context 512 --chunk 64 --page-size 16 --pages 40 --strict --model-control --adapters 3 --log json --port 0 --json"
         line = [sys.executable, "-m", "systolic", "serve", *sizes.split(), *words]
         line += [f"{name}={path}" for name, path in models.items()]
         for name in ADAPTERS:
