@@ -91,6 +91,10 @@ SHARED: Sequence[Flag] = (
 )
 
 
+CPU_FLAGS = frozenset(flag.text for flag in SHARED if "cpu" in flag.generations)
+"""Flags of a CPU alone."""
+
+
 def shared_flags(chip: Chip) -> list[Flag]:
     """The flags that jobs share on a chip, TPU or CPU: all, or those with a convolutional network."""
     return [flag for flag in SHARED if chip.name in flag.generations]

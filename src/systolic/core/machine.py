@@ -17,6 +17,8 @@ from systolic.core.reporter import reporter
 
 HUGE_PAGES = "glibc.malloc.hugetlb"
 """Tunable of glibc: 1 asks the kernel for huge pages."""
+STARTED_AGAIN = "_SYSTOLIC_STARTED_AGAIN"
+"""Variable with the number of the process that started itself again; of a privileged Python glibc drops its own."""
 POLL_SECONDS = 0.5
 _FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 _SOUND = f"{_FUSIONS}=dot,individual_dot,individual_convolution"
@@ -76,11 +78,19 @@ def take_huge_pages(verbs: Container[str] = ("train",)) -> None:
     """
     own = os.environ.get("GLIBC_TUNABLES", "")
     gains = len(sys.argv) > 1 and sys.argv[1] in verbs and sys.gettrace() is None
-    if not gains or HUGE_PAGES in own or not takes_advice():
+    # A program that was read from standard input can't be read again.
+    if (
+        not gains
+        or not os.path.isfile(sys.argv[0])
+        or os.environ.get(STARTED_AGAIN) == str(os.getpid())
+    ):
+        return
+    if HUGE_PAGES in own or not takes_advice():
         return
     tunables = ":".join(filter(None, (own, f"{HUGE_PAGES}=1")))
     words = [sys.executable, *sys.orig_argv[1:]]
-    os.execve(sys.executable, words, {**os.environ, "GLIBC_TUNABLES": tunables})
+    marks = {"GLIBC_TUNABLES": tunables, STARTED_AGAIN: str(os.getpid())}
+    os.execve(sys.executable, words, {**os.environ, **marks})
 
 
 def takes_advice(mode: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:

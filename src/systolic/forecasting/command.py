@@ -343,7 +343,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     weights: ServedWeights = ServedWeights.plain,
     kv_dtype: ServedCache = ServedCache.plain,
     adapters: Annotated[int, NOT_NEGATIVE] = 0,
-    rank: Annotated[int, COUNT] = 16,
+    rank: Annotated[int, NOT_NEGATIVE] = 0,
     expert_axis: ExpertAxis | None = None,
     flags: Annotated[str | Sequence[str], FLAGS] = "",
     quick: bool = False,
@@ -366,7 +366,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         adapters: Low-rank adapters that the server has room for, beside every matrix.
-        rank: Rank of each of them.
+        rank: Rank of each of them; 0 takes 16.
         expert_axis: What the expert axis splits besides experts: rows (texts), or heads (as the tensor axis does); by default neither, as in systolic serve.
         options: Options of the recipe that ``job`` names; without a layout among them the server has the one that holds the most requests.
 

@@ -232,10 +232,20 @@ def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     )
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    """A regular expression of an adapter_config.json."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise DataError(
+            f"{ADAPTERS} names modules by {text!r}, which is no regular expression ({error}); mend it, or give a list of names"
+        ) from error
+
+
 def _matching(patterns: Mapping[str, Any], module: str, usual: float) -> float:
     """The value of the first pattern that a module's name ends with, as PEFT finds it."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _pattern(rf"(.*\.)?({pattern})$").match(module):
             return float(value)
     return usual
 
@@ -245,7 +255,7 @@ def _takes(about: Mapping[str, Any], module: str) -> bool:
 
     def among(names: Sequence[str] | str) -> bool:
         if isinstance(names, str):
-            return names == "all-linear" or re.fullmatch(names, module) is not None
+            return names == "all-linear" or _pattern(names).fullmatch(module) is not None
         return any(f".{module}".endswith(f".{name}") for name in names)
 
     targets, layers = about.get("target_modules"), about.get("layers_to_transform")

@@ -15,6 +15,7 @@ from systolic.core.errors import OptionError
 from systolic.core.files import digest
 from systolic.data.audio import Recordings, checked_prompt
 from systolic.data.text.text_data import Sentences
+from systolic.formats.program.model import ExportedProgram
 from systolic.inference.rows import Bucket, Row
 from systolic.job.data import MASK
 from systolic.models.whisper.config import Whisper, language_of, name_of, token_of
@@ -246,7 +247,9 @@ class Predictor:
         """The folded program of a bucket, rows in pieces whose arrays caches hold."""
         rows, largest = bucket.rows, folded.largest
         sizes = [size for size in range(2, rows) if rows % size == 0]
-        if not sizes or not self.form.steady or largest <= PIECE_BYTES:
+        # An imported program has a batch of its own, whose examples may depend on each other.
+        whole = isinstance(self.form.steps.job.model, ExportedProgram) or not self.form.steady
+        if not sizes or whole or largest <= PIECE_BYTES:
             return folded
         piece = max(
             (size for size in sizes if size * largest <= PIECE_BYTES * rows), default=sizes[0]

@@ -26,6 +26,7 @@ from systolic.job.layout import (
     Residual,
 )
 from systolic.job.model import (
+    MOST_RANK,
     Adapter,
     AdapterKind,
     IncrementalDecoder,
@@ -62,6 +63,7 @@ from systolic.job.precision import (
 
 __all__ = [
     "GROUP",
+    "MOST_RANK",
     "Adapter",
     "AdapterKind",
     "AttentionBackward",

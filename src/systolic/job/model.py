@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
+MOST_RANK = 2**14
+"""Limit of an adapter's rank."""
 RESERVED_TERMS = frozenset(
     [
         "kind",
@@ -457,7 +459,7 @@ class Adapter:
     """
 
     kind: AdapterKind = AdapterKind.none
-    rank: Annotated[int, Range(least=1, most=2**14), ADAPTS] = 16
+    rank: Annotated[int, Range(least=1, most=MOST_RANK), ADAPTS] = 16
     """Columns of A and rows of B."""
     alpha: Annotated[float, POSITIVE, ADAPTS] = 32.0
     """The products are scaled by alpha / rank."""

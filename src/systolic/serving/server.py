@@ -286,12 +286,26 @@ def _pending(
         adapters = [
             ServeTarget(name=name, path=path)
             for name, path in state.adapters.items()
-            if name not in state.unloaded
+            if name not in state.unloaded and _is_there(name, path, state, log)
         ]
         own = replace(settings, adapters=replace(settings.adapters, targets=adapters))
         return replace(open_served(target, own, texts, batches, log), contents=contents)
 
     return ModelLoad(key=(target.name, target.version), open=opened)
+
+
+def _is_there(name: str, path: Path, state: "ServerState", log: "EventLog") -> bool:
+    """Whether an adapter can be opened with its model, which one whose folder has gone does not keep from being opened again."""
+    from systolic.serving.text.adapters import adapter_contents
+
+    try:
+        adapter_contents(path)
+    except SystolicError as error:
+        if not state.opened:  # The server begins: the user is told at once.
+            raise
+        log.warn(f"{name} is left out: {error.line}")
+        return False
+    return True
 
 
 def _contents(settings: ServeSettings, target: ServeTarget) -> str:
@@ -439,6 +453,7 @@ def open_served(
             base=target.path,
             model=model.setup.job.model,
             trust=settings.trust,
+            warn=log.warn,
             grace_seconds=settings.address.grace_seconds,
         ),
     )
@@ -477,6 +492,12 @@ def opened(
         return model
     if not writes(model.setup.job):
         raise OptionError(f"{target.name} writes no text, and takes no --adapter; leave it out")
+    from systolic.formats.registry import in_files
+
+    if not in_files(target.path):
+        raise OptionError(
+            f"{target.path} is a run, and adapters stand beside a model in files; write it with systolic export {target.path} --to bundle, and serve that"
+        )
     from systolic.serving.text.adapters import AdapterRoom, read_matrices, with_room
 
     own = model.setup.job.model

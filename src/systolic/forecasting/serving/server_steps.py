@@ -14,6 +14,7 @@ from systolic.forecasting.serving.forecast import Load, StepTimes
 from systolic.forecasting.serving.layout import position_elements, served_parameters
 from systolic.formats.matrices import saved_bytes
 from systolic.job import (
+    MOST_RANK,
     Adapter,
     AdapterKind,
     Axis,
@@ -33,6 +34,8 @@ from systolic.runs.bundle.folder import MANIFEST, open_bundle
 from systolic.sim.rates import rates_of
 from systolic.steps.serving_layout import LEAST_ROWS
 
+ADAPTER_RANK = 16
+"""Rank of adapters of which none is given."""
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
 """Mesh axes of ``systolic serve``."""
 LOGIT_BYTES = 4
@@ -132,7 +135,14 @@ def with_adapters(job: Job, count: int, rank: int) -> Job:
         OptionError: the model is no decoder, is quantized, or has adapters of its own.
     """
     if not count:
+        if rank:
+            raise OptionError("--rank has no effect without --adapters; add their number")
         return job
+    rank = rank or ADAPTER_RANK
+    if count * rank > MOST_RANK:
+        raise OptionError(
+            f"--adapters {count} of --rank {rank} have {count * rank:,} columns side by side, and at most {MOST_RANK:,} can; give fewer, or a smaller rank"
+        )
     if not isinstance(job.model, Decoder) or job.adapter:
         kind = "has adapters of its own" if job.adapter else "is no decoder"
         raise OptionError(f"{job.name} {kind}, and takes no --adapters; leave it out")

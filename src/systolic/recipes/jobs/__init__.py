@@ -11,7 +11,7 @@ import msgspec
 
 from systolic import recipes
 from systolic.chips import slice
-from systolic.chips.flags import NONE, resolved, shared_set
+from systolic.chips.flags import CPU_FLAGS, NONE, resolved, shared_set
 from systolic.core.errors import OptionError
 from systolic.core.option_words import flat, negated, option_words
 from systolic.core.ranges import dashed
@@ -329,6 +329,8 @@ def kept_flags(
     Raises:
         OptionError: a word of ``words`` is no flag.
     """
+    from systolic.steps.machine import LocalDevices
+
     before = record.flags
     if words is not None:
         return new_flags(words, chosen, model)
@@ -337,4 +339,13 @@ def kept_flags(
     if before is None:
         compiler = () if chosen is None else tuple(chosen.flags)
         return RunFlags(given=NONE, chip=now.chip, compiler=compiler)
-    return before if before.chip == now.chip else now
+    if before.chip != now.chip:
+        return now
+    # A CPU and what the catalogue does not have are both no chip.
+    return (
+        before
+        if LocalDevices.here().platform == "cpu"
+        else replace(
+            before, compiler=tuple(flag for flag in before.compiler if flag not in CPU_FLAGS)
+        )
+    )

@@ -10,24 +10,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.data.fingerprint import of_files
+from systolic.data.text.chat import find_template
 from systolic.formats.outline import contents_of
 from systolic.formats.registry import in_files, is_peft
+from systolic.formats.source import open_source
 from systolic.inference.model import PreparedModel, set_up_here
-from systolic.job import Adapter, AdapterKind, Job, Model
+from systolic.job import MOST_RANK, Adapter, AdapterKind, Job, Model
 from systolic.models.adapters import BASE, A, B
 from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.runs import weights
-from systolic.runs.run import Run
+from systolic.runs.job_record import read_record
+from systolic.runs.run import TOKENIZER, Run
 from systolic.serving.request import RefusedError
 
 if TYPE_CHECKING:
+    from systolic.data.text.chat import ChatTemplate
     from systolic.inference.grammar import Grammars
     from systolic.serving.registry import LiveEngine, ServedText
     from systolic.serving.text.engine import Engine
@@ -108,6 +113,36 @@ def _of_run(path: Path, base: Path, model: Model, *, trust: bool) -> Matrices:
     return {home: (arrays[f"{home}/{A}"], arrays[f"{home}/{B}"] * scale) for home in homes}
 
 
+def other_weights(path: Path, base: Path, own: str) -> str:
+    """Warning where an adapter began with other files than those that are served; empty where it did not, or where that is not known.
+
+    Args:
+        path: A run, or a folder of PEFT.
+        base: The model that is served.
+        own: Its fingerprint.
+    """
+    if is_peft(path):
+        from systolic.formats.peft import base_of
+
+        try:
+            where = str(base_of(path))
+            known = open_source(where).fingerprint()
+        except SystolicError:
+            return ""  # Its base is not here.
+    else:
+        with Run.open(path) as run:
+            start = read_record(run).start or {}
+        known, where = start.get("fingerprint") or "", str(start.get("path"))
+    if known in ("", own):
+        return ""
+    return f"{path} was trained on {where}, whose files are others than those of {base}; where the weights are others too, its answers are wrong"
+
+
+def template_of(path: Path) -> "ChatTemplate | None":
+    """The chat template that an adapter was trained with; None where it keeps none."""
+    return find_template(path if is_peft(path) else path / TOKENIZER)
+
+
 class AdapterRoom(NamedTuple):
     """Room for the adapters of a model."""
 
@@ -152,7 +187,12 @@ def with_room(
             f"--adapter-rank is {room.rank} and an adapter has rank {largest}; give {largest} or more"
         )
     every = room.every or not adapters
-    total = (room.rank or max(largest, RANK if every else 1)) * room.count
+    rank = room.rank or max(largest, RANK if every else 1)
+    if rank * room.count > MOST_RANK:
+        raise OptionError(
+            f"{room.count:,} adapters of rank {rank} have {rank * room.count:,} columns side by side, and at most {MOST_RANK:,} can; give a smaller --adapters or --adapter-rank"
+        )
+    total = rank * room.count
     names = {path.rpartition("/")[2] for matrices in adapters for path in matrices}
     targets = () if every else tuple(sorted(names))
     adapter = Adapter(kind=AdapterKind.lora, rank=total, alpha=float(total), targets=targets)
@@ -192,10 +232,17 @@ class AdapterSlots:
     model: Model
     trust: bool = False
     """Whether the recipe of a run may be executed."""
+    warn: Callable[[str], None] = print
+    """Told where an adapter may be one of other weights."""
     grace_seconds: float = 0.0
     """Time for the requests of an adapter whose place is needed."""
     taken: "dict[int, AdaptedEngine]" = field(default_factory=dict)
     """By number, from 1."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that they stand beside."""
+        return open_source(self.base).fingerprint()
 
     def place(self, name: str, path: Path) -> "AdaptedEngine":
         """Reads an adapter, and puts it in a free place; nothing is compiled.
@@ -216,6 +263,8 @@ class AdapterSlots:
         number = self._free(name, paged.adapters)
         for engine in self.engines:
             engine.place_adapter(number, padded)
+        if doubt := other_weights(path, self.base, self.fingerprint):
+            self.warn(doubt)
         self.taken[number] = AdaptedEngine(slots=self, name=name, number=number)
         return self.taken[number]
 
@@ -260,6 +309,7 @@ def with_adapter(base: "ServedText", name: str, path: Path) -> "ServedText":
     return replace(
         base,
         name=name,
+        template=template_of(path) or base.template,
         base=base.name,
         created=int(time.time()),
         contents=contents,
