@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from systolic.core import machine
 from systolic.core.machine import (
     bounded,
     bounded_workers,
@@ -17,6 +18,7 @@ from systolic.core.machine import (
     num_cores,
     set_up_xla,
     sound_flags,
+    take_huge_pages,
     takes_advice,
 )
 from systolic.core.reporter import reporting
@@ -181,3 +183,33 @@ def test_huge_pages_are_asked_for_where_the_kernel_leaves_the_choice(tmp_path: P
     mode.write_text("always [madvise] never\n")
     version = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split(".")))
     assert takes_advice(mode) == (version >= (2, 35))
+
+
+def test_a_command_starts_itself_again_once_and_only_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "systolic"
+    script.write_text("")
+    monkeypatch.setattr(machine, "takes_advice", lambda: True)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, words, env: started.append(env))
+    for words, times in (
+        ([str(script), "train", "digits"], 1),
+        ([str(script), "forecast", "digits"], 0),
+        ([str(script)], 0),
+        (["-", "train", "digits"], 0),  # from standard input
+        (["-c", "train", "digits"], 0),
+    ):
+        started.clear()
+        monkeypatch.setattr(sys, "argv", words)
+        take_huge_pages()
+        assert len(started) == times, words
+    # A privileged Python starts without the variable, and goes on.
+    monkeypatch.setattr(sys, "argv", [str(script), "train", "digits"])
+    take_huge_pages()
+    (env,) = started
+    assert env.pop("GLIBC_TUNABLES") == "glibc.malloc.hugetlb=1"
+    monkeypatch.setattr(os, "environ", env)
+    take_huge_pages()
+    assert len(started) == 1

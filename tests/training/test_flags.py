@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -85,6 +86,12 @@ def test_convolutional_networks_have_flags_of_their_own_on_a_cpu(
     assert [*new_flags(FLAG, None, job.model).compiler] == [*here, FLAG]
     tiny = recipes.find(RECIPE)({})
     assert set_up(tiny, reads=False).flags == new_flags("", None, tiny.model).compiler == ()
+    made_here = replace(EARLIER, flags=new_flags(FLAG, None, job.model))
+    assert [*kept_flags(made_here, None, job.model).compiler] == [*here, FLAG]
+    elsewhere = SimpleNamespace(chip=None, platform="gpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDevices, "here", lambda: elsewhere)
+        assert [*kept_flags(made_here, None, job.model).compiler] == [FLAG]
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dce")
     assert [*set_up(job, reads=False).flags] == here[:1]
 

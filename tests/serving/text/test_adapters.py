@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ import transformers
 import systolic
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
+from systolic.formats.source import open_source
 from systolic.inference.model import prepare_model, set_up_here
 from systolic.job import AdapterKind, Layout, Optimizer, Precision
 from systolic.models.linear import Turned
@@ -45,7 +47,9 @@ from systolic.serving.text.adapters import (
     AdapterRoom,
     AdapterSlots,
     adapter_contents,
+    other_weights,
     read_matrices,
+    template_of,
     with_room,
 )
 from systolic.serving.text.engine import Engine
@@ -233,6 +237,8 @@ def test_what_can_not_stand_side_by_side_is_refused(tmp_path: Path) -> None:
     own = model.setup.job.model
     with pytest.raises(OptionError, match="--adapter-rank is 2 and an adapter has rank 4; give 4"):
         roomy(base, [folder], AdapterRoom(1, 2))
+    with pytest.raises(OptionError, match="2,000 adapters of rank 16 have 32,000 columns"):
+        roomy(base, [folder], AdapterRoom(2000, 16))
     with pytest.raises(OptionError, match="base has adapters of its own"):
         with_room(roomy(base, [folder], AdapterRoom(1)), [], AdapterRoom(1), set_up_here, "base")
     with pytest.raises(OptionError, match="is a whole model and holds no adapters"):
@@ -258,6 +264,10 @@ EMBEDDING = "base_model.model.model.embed_tokens.weight"
 BROKEN: dict[str, tuple[Any, str]] = {
     "DoRA": (lambda path: _changed(path, dict, use_dora=True), "use_dora True, which is no"),
     "bias": (lambda path: _changed(path, dict, bias="all"), "bias 'all', which is no low-rank"),
+    "pattern": (
+        lambda path: _changed(path, dict, target_modules="q_proj("),
+        "'q_proj(', which is no regular expression",
+    ),
     "modules": (
         lambda path: _changed(path, dict, modules_to_save=["lm_head"]),
         "modules_to_save ['lm_head'], which is no",
@@ -334,6 +344,30 @@ def test_a_reload_places_adapters_whose_files_are_others(tmp_path: Path) -> None
     assert changes() == ([("base", 1)], [], [])
     with pytest.raises(NotFoundError, match="not given a model z; it has base, x, y"):
         changes("z")
+
+
+def test_an_adapter_of_other_weights_is_told_and_a_base_that_moved_is_not(tmp_path: Path) -> None:
+    base, twin = (base_of(tmp_path / name, "llama") for name in ("base", "twin"))
+    folder = peft_folder(tmp_path / "peft", base, 1, 4, ["v_proj"])
+    own, copied = (open_source(path).fingerprint() for path in (base, twin))
+    assert other_weights(folder, base, own) == other_weights(folder, twin, copied) == ""
+    tensors = safetensors.numpy.load_file(base / "model.safetensors")
+    tensors = {name: array + 1 for name, array in tensors.items()}
+    safetensors.numpy.save_file(tensors, twin / "model.safetensors", {"format": "pt"})
+    told = other_weights(folder, twin, open_source(twin).fingerprint())
+    assert f"was trained on {base}, whose files are others than those of {twin}" in told
+    shutil.rmtree(base)
+    assert other_weights(folder, twin, copied) == ""
+
+
+def test_an_adapter_has_the_template_that_it_keeps(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", "llama")
+    folder = peft_folder(tmp_path / "peft", base, 1, 4, ["v_proj"])
+    assert template_of(folder) is None
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    template = template_of(folder)
+    assert template is not None
+    assert template.text == "{{ messages[0].content }}"
 
 
 def test_names_of_adapters(tmp_path: Path) -> None:
