@@ -228,6 +228,7 @@ def test_the_form_for_a_cpu_scores_the_same() -> None:
     logits = np.round(draw.normal(size=(3, 5, 37)), 1).astype(np.float32)  # equals are likely
     logits[0] = logits[0].max(axis=-1, keepdims=True)
     targets = draw.integers(-1, 37, (3, 5))
+    targets[2, 4] = 37  # beyond the vocabulary
     targets[0], targets[1, :2] = [0, 1, 36, -1, 0], logits[1, :2].argmax(axis=-1)
     seen = (targets >= 0).astype(np.float32)
 

@@ -90,7 +90,8 @@ def take_huge_pages(verbs: Container[str] = ("train",)) -> None:
     tunables = ":".join(filter(None, (own, f"{HUGE_PAGES}=1")))
     words = [sys.executable, *sys.orig_argv[1:]]
     marks = {"GLIBC_TUNABLES": tunables, STARTED_AGAIN: str(os.getpid())}
-    os.execve(sys.executable, words, {**os.environ, **marks})
+    with contextlib.suppress(OSError):  # It goes on as it is.
+        os.execve(sys.executable, words, {**os.environ, **marks})
 
 
 def takes_advice(mode: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:

@@ -22,6 +22,8 @@ TRUNCATED_DEVIATION = 0.879625657
 """Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
 FEW_CHANNELS = 4
 """Channels of pictures up to which a convolution on a CPU is a matmul of patches, in half the time for the first one of MobileNetV2."""
+FEW_TAPS = 3
+"""Rows of taps up to which it is: those of a 7 x 7 kernel would be 49 copies of a picture, kept for the gradient."""
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
 DEVIATION = "deviation"
@@ -81,9 +83,10 @@ def stacked_layers(
     layer: Callable[[jax.Array, nnx.State], jax.Array], x: jax.Array, states: Any, target: Target
 ) -> jax.Array:
     """``x`` after all layers, under the layout's rematerialisation; ``states`` have a leading dim of layers."""
-    layer = rematerialise(layer, target.layout)
     layers = len(jax.tree.leaves(states)[0])
-    if target.platform != "cpu" or layers > UNROLLED_LAYERS:
+    scanned = target.platform != "cpu" or layers > UNROLLED_LAYERS
+    layer = rematerialise(layer, target.layout, scanned=scanned)
+    if scanned:
         return jax.lax.scan(lambda x, state: (layer(x, state), None), x, states)[0]
     layer = apart(layer, target)
     for index in range(layers):
@@ -212,7 +215,7 @@ def convolve_on_cpu(
         x = x[:, ::stride, ::stride]
         return jnp.einsum("bhwi,io->bhwo", x, kernel[0, 0], preferred_element_type=_sums(x))
     by_channel = groups == kernel.shape[3] and kernel.shape[2] == 1
-    few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS
+    few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS and taps <= FEW_TAPS
     if not by_channel and not few:
         return convolve(_apart(x), kernel, stride, rows, columns, groups)
     x = jnp.pad(x, ((0, 0), rows, columns, (0, 0)))

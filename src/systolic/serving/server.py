@@ -289,7 +289,15 @@ def _pending(
             if name not in state.unloaded and _is_there(name, path, state, log)
         ]
         own = replace(settings, adapters=replace(settings.adapters, targets=adapters))
-        return replace(open_served(target, own, texts, batches, log), contents=contents)
+        try:
+            served = open_served(target, own, texts, batches, log)
+        except SystolicError as error:
+            if not (adapters and state.opened):
+                raise
+            log.warn(f"{target.name} is opened without its adapters: {error.line}")
+            bare = replace(own, adapters=replace(own.adapters, targets=()))
+            served = open_served(target, bare, texts, batches, log)
+        return replace(served, contents=contents)
 
     return ModelLoad(key=(target.name, target.version), open=opened)
 

@@ -61,9 +61,10 @@ def cross_entropy_on_cpu(logits: jax.Array, targets: jax.Array) -> Scores:
 
 @jax.custom_jvp
 def _gathered(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Logits of targets, 0 for -1; the gradient is masked, without a scatter."""
-    at = jnp.maximum(targets, 0)[..., None]
-    return jnp.where(targets < 0, 0.0, jnp.take_along_axis(logits, at, axis=-1)[..., 0])
+    """Logits of targets, 0 for -1 and beyond the vocabulary; the gradient is masked, without a scatter."""
+    at = jnp.clip(targets, 0, logits.shape[-1] - 1)
+    picked = jnp.take_along_axis(logits, at[..., None], axis=-1)[..., 0]
+    return jnp.where(at == targets, picked, 0.0)
 
 
 @_gathered.defjvp

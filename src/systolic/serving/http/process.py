@@ -379,6 +379,10 @@ class Process(uvicorn.Server):
                 raise OptionError(
                     f"{name} is {'an adapter' if same.base else 'a model'} that is served; {cure}"
                 )
+            if name in self.state.unloaded - {*self.state.adapters}:
+                raise OptionError(
+                    f"{name} is a model that was unloaded and may be loaded again; give another name"
+                )
             for base in bases:
                 self._add(with_adapter(base, name, path))
             self.state.adapters[name] = path
@@ -393,6 +397,9 @@ class Process(uvicorn.Server):
             OptionError: it is a model and no adapter.
         """
         with self._renewing:
+            served = {own.name for own in self.state.registry.everything()}
+            if name not in served and self.state.adapters.pop(name, None) is not None:
+                return  # It was left out when its model was opened again.
             versions = self.state.registry.versions(name)
             if not versions[0].base:
                 raise OptionError(f"{name} is a model and no adapter; give the name of an adapter")
