@@ -200,6 +200,7 @@ def test_a_command_starts_itself_again_once_and_only_where_it_can(
         ([str(script)], 0),
         (["-", "train", "digits"], 0),  # from standard input
         (["-c", "train", "digits"], 0),
+        ([__file__, "train", "digits"], 0),  # another program, with files of its own
     ):
         started.clear()
         monkeypatch.setattr(sys, "argv", words)

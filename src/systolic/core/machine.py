@@ -78,12 +78,8 @@ def take_huge_pages(verbs: Container[str] = ("train",)) -> None:
     """
     own = os.environ.get("GLIBC_TUNABLES", "")
     gains = len(sys.argv) > 1 and sys.argv[1] in verbs and sys.gettrace() is None
-    # A program that was read from standard input can't be read again.
-    if (
-        not gains
-        or not os.path.isfile(sys.argv[0])
-        or os.environ.get(STARTED_AGAIN) == str(os.getpid())
-    ):
+    again = os.environ.get(STARTED_AGAIN) == str(os.getpid())
+    if not gains or again or not _is_the_command(sys.argv[0]):
         return
     if HUGE_PAGES in own or not takes_advice():
         return
@@ -92,6 +88,13 @@ def take_huge_pages(verbs: Container[str] = ("train",)) -> None:
     marks = {"GLIBC_TUNABLES": tunables, STARTED_AGAIN: str(os.getpid())}
     with contextlib.suppress(OSError):  # It goes on as it is.
         os.execve(sys.executable, words, {**os.environ, **marks})
+
+
+def _is_the_command(program: str) -> bool:
+    """Whether a program is ``systolic`` or ``python -m systolic`` and no other, which may hold files that a new start would lose."""
+    path = Path(program)
+    module = path.name == "__main__.py" and path.parent.name == "systolic"
+    return path.is_file() and (module or path.name == "systolic")
 
 
 def takes_advice(mode: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:

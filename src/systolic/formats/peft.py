@@ -61,6 +61,8 @@ UNREAD: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
 }
 """Fields whose values, beside these and empty ones, add something to the model that is no low-rank product."""
+CHANGING_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of initialisations after which PEFT takes the adapter's first product from the base's matrices (``init_lora_weights``)."""
 FUSED = (".gate_proj", ".up_proj", ".down_proj")
 """Ends of names that PEFT (0.21, on transformers 5) takes for experts in a mixture, also where they are no expert's."""
 SHOWN = 3
@@ -220,6 +222,11 @@ def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
             raise OptionError(
                 f"{folder} has {name} {value!r}, which is no low-rank product and is not read; train it without, or merge it with PEFT (merge_and_unload) and give the merged model"
             )
+    begun = str(config.get("init_lora_weights", "")).lower()
+    if begun.startswith(CHANGING_BASE):
+        raise OptionError(
+            f"{folder} has init_lora_weights {begun!r}, which changes the base's own matrices, and is not read; save it with PEFT's path_initial_model_for_weight_conversion, or merge it (merge_and_unload) and give the merged model"
+        )
     lacking = {name: value for name, value in OWN.items() if name not in config}
     config |= lacking
     for name in OWN:

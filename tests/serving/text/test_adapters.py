@@ -264,6 +264,10 @@ EMBEDDING = "base_model.model.model.embed_tokens.weight"
 BROKEN: dict[str, tuple[Any, str]] = {
     "DoRA": (lambda path: _changed(path, dict, use_dora=True), "use_dora True, which is no"),
     "bias": (lambda path: _changed(path, dict, bias="all"), "bias 'all', which is no low-rank"),
+    "PiSSA": (
+        lambda path: _changed(path, dict, init_lora_weights="pissa_niter_4"),
+        "init_lora_weights 'pissa_niter_4', which changes the base's own matrices",
+    ),
     "pattern": (
         lambda path: _changed(path, dict, target_modules="q_proj("),
         "'q_proj(', which is no regular expression",

@@ -379,9 +379,10 @@ class Process(uvicorn.Server):
                 raise OptionError(
                     f"{name} is {'an adapter' if same.base else 'a model'} that is served; {cure}"
                 )
-            if name in self.state.unloaded - {*self.state.adapters}:
+            absent = self.state.unloaded | {key[0] for key in self.state.failures}
+            if name in absent - {*self.state.adapters}:
                 raise OptionError(
-                    f"{name} is a model that was unloaded and may be loaded again; give another name"
+                    f"{name} is a model that is not loaded now and may be again; give another name"
                 )
             for base in bases:
                 self._add(with_adapter(base, name, path))

@@ -233,7 +233,7 @@ class AdapterSlots:
     trust: bool = False
     """Whether the recipe of a run may be executed."""
     warn: Callable[[str], None] = print
-    """Told where an adapter may be one of other weights."""
+    """Takes a line where an adapter may be one of other weights."""
     grace_seconds: float = 0.0
     """Time for the requests of an adapter whose place is needed."""
     taken: "dict[int, AdaptedEngine]" = field(default_factory=dict)
