@@ -497,6 +497,15 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "set load_inplace" in post("load", 400, "x", many)
         assert "room for 2 adapters and serves x, org/y" in post("load", 400, "z", many)
         assert "base is a model that is served" in post("load", 400, "base", many)
+        server.state.unloaded.add("gone")
+        server.state.failures["failed", 1] = "its folder is empty"
+        for name in ("gone", "failed"):
+            assert "is a model that is not loaded now" in post("load", 400, name, many)
+        server.state.failures.clear()
+        # An adapter that was left out when its model was opened again is forgotten.
+        server.state.adapters["lost"] = tmp_path / "lost"
+        post("unload", 200, "lost")
+        assert "there is no model 'lost'" in post("unload", 404, "lost")
         assert "does not exist" in post("load", 404, "z", tmp_path / "none")
         assert "is no name for a model" in post("load", 400, "a b", many)
         assert "lora_path is missing" in post("load", 400, "z")
