@@ -480,7 +480,7 @@ def test_the_journey_of_a_server_leaves_nothing() -> None:
     assert report["faults"] == []
     assert report["requests"] == 500
     assert {"answered", "answered as alone", "left"} <= report["outcomes"].keys()
-    assert report["log"]["replaced"] == 4
+    assert report["log"]["replaced"] == 6  # chat, words and an adapter, twice each
     assert report["counters"]["num_preemptions_total"] > 0
 
 
