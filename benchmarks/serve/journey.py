@@ -511,6 +511,13 @@ class Journey:
         return self.count("answered as alone")
 
     def reload(self) -> None:
+        """Reloads; what fails is a fault, since nobody waits for a thread's exception."""
+        try:
+            self._reload()
+        except Exception as error:
+            self.fault(f"reloading: {type(error).__name__}: {error}")
+
+    def _reload(self) -> None:
         """Opens every model again while requests run: asked for, at a signal, and unloaded in between."""
         server = self.server
         with httpx.Client(base_url=server.url, timeout=300) as http:

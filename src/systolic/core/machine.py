@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Container
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,18 +65,16 @@ def set_up_xla() -> None:
         os.environ["XLA_FLAGS"] = flags
 
 
-def take_huge_pages(verbs: Container[str] = ("train",)) -> None:
-    """Starts this command again, as the same process, with huge pages for its large arrays.
+def take_huge_pages() -> None:
+    """Starts ``systolic train`` again, as the same process, with huge pages for its large arrays.
 
     XLA asks glibc for the memory of each step on a CPU anew, and the kernel hands it out in pages of 4 KiB, a sixth of a step's
     time. With its tunable ``glibc.malloc.hugetlb`` glibc asks for pages of 2 MiB, which it reads once, when a program starts.
-
-    Args:
-        verbs: Commands that gain by it; any other goes on as it is. So does one where the variable is set, where the
-            kernel gives such pages to all or to none, under a debugger, and without glibc 2.35 or newer.
+    It goes on as it is where the variable is set, where the kernel gives such pages to all or to none, under a debugger, and
+    without glibc 2.35 or newer.
     """
     own = os.environ.get("GLIBC_TUNABLES", "")
-    gains = len(sys.argv) > 1 and sys.argv[1] in verbs and sys.gettrace() is None
+    gains = len(sys.argv) > 1 and sys.argv[1] == "train" and sys.gettrace() is None
     again = os.environ.get(STARTED_AGAIN) == str(os.getpid())
     if not gains or again or not _is_the_command(sys.argv[0]):
         return

@@ -217,7 +217,7 @@ def convolve_on_cpu(
     by_channel = groups == kernel.shape[3] and kernel.shape[2] == 1
     few = groups == 1 and kernel.shape[2] <= FEW_CHANNELS and taps <= FEW_TAPS
     if not by_channel and not few:
-        return convolve(_apart(x), kernel, stride, rows, columns, groups)
+        return convolve(_behind_barrier(x), kernel, stride, rows, columns, groups)
     x = jnp.pad(x, ((0, 0), rows, columns, (0, 0)))
     height, width = ((size - taps) // stride + 1 for size in x.shape[1:3])
 
@@ -317,12 +317,14 @@ _max_pool_on_cpu.defvjp(_pooled, _spread)
 
 
 @jax.custom_vjp
-def _apart(x: jax.Array) -> jax.Array:
+def _behind_barrier(x: jax.Array) -> jax.Array:
     """``x``, in training behind a barrier to fusion."""
     return x
 
 
-_apart.defvjp(lambda x: (jax.lax.optimization_barrier(x), None), lambda _, gradient: (gradient,))
+_behind_barrier.defvjp(
+    lambda x: (jax.lax.optimization_barrier(x), None), lambda _, gradient: (gradient,)
+)
 
 
 def _sums(x: jax.Array) -> Any:
@@ -438,7 +440,7 @@ class ConvNorm(nnx.Module):
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         half = (self.kernel.shape[0] - 1) // 2
         pad = (half, half)
-        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
+        on = convolve_on_cpu if alone_on_cpu(self.target) else convolve
         return self.normed(on(x, self.kernel[...], self.stride, pad, pad))
 
     def by_pairs(self, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -462,6 +462,20 @@ def choices(client: httpx.Client, model: str) -> tuple[list[str], list[float]]:
     return texts, scores
 
 
+def check_names_that_are_not_served(
+    state: ServerState, post: Callable[..., str], folder: Path
+) -> None:
+    """A model that is away keeps its name; an adapter that was left out when its model was opened again is forgotten."""
+    state.unloaded.add("gone")
+    state.failures["failed", 1] = "its folder is empty"
+    for name in ("gone", "failed"):
+        assert "is a model that is not loaded now" in post("load", 400, name, folder)
+    state.failures.clear()
+    state.adapters["lost"] = folder.with_name("lost")
+    post("unload", 200, "lost")
+    assert "there is no model 'lost'" in post("unload", 404, "lost")
+
+
 def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_path: Path) -> None:
     base = folders.folder(tmp_path / "base")
     few = peft_folder(tmp_path / "few", base, 1, 2, ["q_proj", "v_proj"])
@@ -497,15 +511,7 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "set load_inplace" in post("load", 400, "x", many)
         assert "room for 2 adapters and serves x, org/y" in post("load", 400, "z", many)
         assert "base is a model that is served" in post("load", 400, "base", many)
-        server.state.unloaded.add("gone")
-        server.state.failures["failed", 1] = "its folder is empty"
-        for name in ("gone", "failed"):
-            assert "is a model that is not loaded now" in post("load", 400, name, many)
-        server.state.failures.clear()
-        # An adapter that was left out when its model was opened again is forgotten.
-        server.state.adapters["lost"] = tmp_path / "lost"
-        post("unload", 200, "lost")
-        assert "there is no model 'lost'" in post("unload", 404, "lost")
+        check_names_that_are_not_served(server.state, post, many)
         assert "does not exist" in post("load", 404, "z", tmp_path / "none")
         assert "is no name for a model" in post("load", 400, "a b", many)
         assert "lora_path is missing" in post("load", 400, "z")
