@@ -19,7 +19,7 @@ from systolic.formats.inference import PORTABLE, ExportableModel, Inference
 from systolic.job import Job, Quantization, WeightFormat
 from systolic.job.precision import CODES, INPUTS, SCALES
 from systolic.models.quantized.codes import Quantized
-from systolic.models.vision.config import MobileNetV2
+from systolic.models.vision.config import CNN, ConvNet, MobileNetV2
 from systolic.steps.tasks import Classification
 
 INLINED = (
@@ -163,10 +163,10 @@ def _passed_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 def plain_platform(model: ExportableModel) -> str:
     """The platform whose program a converter takes best.
 
-    That of a CPU has the layers one after another in place of a loop. MobileNetV2 has no loop, and on a CPU it has
-    sums of shifted pictures in place of convolutions.
+    That of a CPU has the layers one after another in place of a loop. Convolutional networks have no loop, and on a
+    CPU some of their convolutions are sums of shifted pictures or matmuls of patches.
     """
-    return PORTABLE if isinstance(model.job.model, MobileNetV2) else "cpu"
+    return PORTABLE if isinstance(model.job.model, CNN | ConvNet) else "cpu"
 
 
 def each_platform(model: ExportableModel, function: Inference) -> Inference:
