@@ -194,20 +194,28 @@ def test_a_command_starts_itself_again_once_and_only_where_it_can(
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda path, words, env: started.append(env))
-    for words, times in (
-        ([str(script), "train", "digits"], 1),
-        ([str(script), "forecast", "digits"], 0),
-        ([str(script)], 0),
-        (["-", "train", "digits"], 0),  # from standard input
-        (["-c", "train", "digits"], 0),
-        ([__file__, "train", "digits"], 0),  # another program, with files of its own
+    module = str(Path(machine.__file__).parent.parent / "__main__.py")
+    for program, line, times in (
+        (str(script), [str(script), "train"], 1),
+        (module, ["-m", "systolic", "train"], 1),
+        (module, ["-Im", "systolic", "train"], 1),
+        (str(script), [str(script), "forecast"], 0),
+        ("-", ["-", "train"], 0),  # from standard input
+        ("-c", ["-c", "code", "train"], 0),
+        (__file__, [__file__, "train"], 0),  # another program, with files of its own
+        # Other programs that run this one as a module, or take its name.
+        (module, ["-", "train"], 0),
+        (module, [__file__, "train"], 0),
+        (str(script), ["-c", "code", "train"], 0),
     ):
         started.clear()
-        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "argv", [program, *line[-1:]])
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *line])
         take_huge_pages()
-        assert len(started) == times, words
+        assert len(started) == times, line
     # A privileged Python starts without the variable, and goes on.
     monkeypatch.setattr(sys, "argv", [str(script), "train", "digits"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *sys.argv])
     take_huge_pages()
     (env,) = started
     assert env.pop("GLIBC_TUNABLES") == "glibc.malloc.hugetlb=1"

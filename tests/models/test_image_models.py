@@ -15,7 +15,7 @@ from systolic.inference import predictor
 from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Field, Layout, Model, Remat
-from systolic.models.layers import max_pool
+from systolic.models.layers import convolve, max_pool
 from systolic.models.vision.config import (
     CNN,
     Depth,
@@ -383,6 +383,41 @@ def test_max_pooling_on_a_cpu_has_the_gradient_of_xla(
     on_tpu = replace(on_cpu, platform="tpu")
     traced = jax.make_jaxpr(lambda x: max_pool(on_tpu, x, size, stride, padding))(x)
     assert "custom_vjp" not in str(traced)
+
+
+def test_max_pooling_on_a_cpu_loses_nothing_behind_a_norm() -> None:
+    """XLA computes norm and ReLU again in the gradient, rounded otherwise than the maxima that were kept."""
+    draw = np.random.default_rng(0)
+    pictures, kernel, after = (
+        jnp.asarray(draw.normal(size=shape) / width, jnp.float32)
+        for shape, width in (((16, 28, 28, 8), 1), ((3, 3, 8, 32), 8), ((3, 3, 32, 32), 17))
+    )
+    weights = kernel, jnp.ones(32), jnp.zeros(32)
+
+    def loss(pool: Any, weights: Any) -> jax.Array:
+        kernel, scale, bias = weights
+        x = convolve(pictures, kernel, 1, (1, 1), (1, 1))
+        mean = x.mean((0, 1, 2))
+        spread = jnp.maximum((x * x).mean((0, 1, 2)) - mean * mean, 0)
+        x = jax.nn.relu((x - mean) * (jax.lax.rsqrt(spread + 1e-5) * scale) + bias)
+        return jnp.sum(convolve(pool(x), after, 1, (1, 1), (1, 1)) ** 2)
+
+    on_cpu = steps(MODELS["cnn"]).target
+    # As users compile it: without optimisation nothing is rounded otherwise.
+    full = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+        "xla_cpu_use_fusion_emitters": True,
+    }
+    known, found = (
+        jax.jit(jax.grad(partial(loss, pool))).lower(weights).compile(full)(weights)
+        for pool in (
+            partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2)),
+            lambda x: max_pool(on_cpu, x, 2, 2, "VALID"),
+        )
+    )
+    for one, other in zip(known, found, strict=True):
+        assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(one)
 
 
 @pytest.mark.parametrize("padding", Padding)

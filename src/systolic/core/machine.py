@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import glob
+import itertools
 import os
 import re
 import sys
@@ -88,10 +89,16 @@ def take_huge_pages() -> None:
 
 
 def _is_the_command(program: str) -> bool:
-    """Whether a program is ``systolic`` or ``python -m systolic`` and no other, which may hold files that a new start would lose."""
-    path = Path(program)
-    module = path.name == "__main__.py" and path.parent.name == "systolic"
-    return path.is_file() and (module or path.name == "systolic")
+    """Whether a program is ``systolic`` or ``python -m systolic`` and no other, which a new start would run twice, or lose where it came by standard input."""
+    path, words = Path(program), sys.orig_argv
+    if path.name == "__main__.py" and path.parent.name == "systolic":
+        started = any(
+            word == "systolic" and before.startswith("-") and before.endswith("m")
+            for before, word in itertools.pairwise(words)
+        )
+    else:
+        started = path.name == "systolic" and program in words
+    return started and path.is_file()
 
 
 def takes_advice(mode: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> bool:

@@ -230,11 +230,13 @@ def convolve_on_cpu(
         patches = jnp.concatenate([shifted(*place) for place in places], axis=-1)
         matrix = kernel.reshape(-1, kernel.shape[3])
         return jnp.einsum("bhwi,io->bhwo", patches, matrix, preferred_element_type=_sums(x))
-    dtype = _sums(x) or x.dtype
-    return sum(
-        (shifted(i, j).astype(dtype) * kernel[i, j, 0] for i, j in places),
+    # The gradient of the kernel is a sum over pictures and places, which XLA's CPU compiler makes in this dtype.
+    dtype = _sums(x) or jnp.promote_types(x.dtype, jnp.float32)
+    summed = sum(
+        (shifted(i, j).astype(dtype) * kernel[i, j, 0].astype(dtype) for i, j in places),
         start=jnp.zeros((), dtype),
     )
+    return summed.astype(_sums(x) or x.dtype)
 
 
 def max_pool(
@@ -260,32 +262,37 @@ def _max_pool_on_cpu(size: int, stride: int, pads: Any, x: jax.Array) -> jax.Arr
 
 def _pooled(size: int, stride: int, pads: Any, x: jax.Array) -> tuple[jax.Array, Any]:
     largest = _max_pool_on_cpu(size, stride, pads, x)
-    return largest, (x, largest)
-
-
-def _spread(size: int, stride: int, pads: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array]:
-    """The gradient of each window at its first maximum, as XLA's."""
-    x, largest = kept
-    batch, height, width, channels = x.shape
     rows, columns = largest.shape[1:3]
     wide = jnp.pad(
         x,
         ((0, 0), *((before, after + stride) for before, after in pads), (0, 0)),
         constant_values=-jnp.inf,
     )
-    taken = jnp.zeros(largest.shape, bool)
-    taps = {}
-    for row, column in itertools.product(range(size), repeat=2):
+    # The place of the first maximum of each window, found by order alone: a compiler that computes ``x`` again, rounded
+    # otherwise, finds no number equal to ``largest``.
+    place, most = jnp.zeros(largest.shape, jnp.int8), jnp.full(largest.shape, -jnp.inf, x.dtype)
+    for number, (row, column) in enumerate(itertools.product(range(size), repeat=2)):
         limit = (
-            batch,
+            len(x),
             row + (rows - 1) * stride + 1,
             column + (columns - 1) * stride + 1,
-            channels,
+            x.shape[3],
         )
         tap = jax.lax.slice(wide, (0, row, column, 0), limit, (1, stride, stride, 1))
-        first = (tap == largest) & ~taken
-        taken = taken | first
-        taps[row, column] = jnp.where(first, gradient, 0)
+        place = jnp.where(tap > most, jnp.int8(number), place)
+        most = jnp.maximum(tap, most)
+    return largest, (x, place)
+
+
+def _spread(size: int, stride: int, pads: Any, kept: Any, gradient: jax.Array) -> tuple[jax.Array]:
+    """The gradient of each window at its first maximum, as XLA's."""
+    x, place = kept
+    batch, height, width, channels = x.shape
+    rows, columns = place.shape[1:3]
+    taps = {
+        (row, column): jnp.where(place == row * size + column, gradient, 0)
+        for row, column in itertools.product(range(size), repeat=2)
+    }
     # Pixels of one remainder by the stride are those of the same taps of all windows, each some windows further.
     further = (size - 1) // stride
 
