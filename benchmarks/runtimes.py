@@ -268,7 +268,7 @@ class Worker:
             stdout=pipe,
             text=True,
             env=env,
-            start_new_session=True,
+            process_group=0,
         )
         self.seconds: list[Mapping[str, float]] = []
         self._answer()
