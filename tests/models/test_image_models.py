@@ -435,10 +435,10 @@ def test_the_cores_of_a_cpu_answer_parts_of_a_large_batch(monkeypatch: pytest.Mo
     wanted = whole(examples, eight)
     half = jaxpr.count(of.predict, *weights, {name: a[:4] for name, a in batch(of).items()})
     for least, own in ((half, four), (half + 1, eight)):
-        monkeypatch.setattr(predictor, "CORE_FLOPS", least)
+        monkeypatch.setattr(predictor, "CORE_MFLOPS", least / 1e6)
         assert Predictor(FixedForm(of), *weights).of_core(eight) == own
     assert Predictor(FixedForm(of), *weights).of_core(Bucket(rows=7)) == Bucket(rows=7)
-    monkeypatch.setattr(predictor, "CORE_FLOPS", half / 2)
+    monkeypatch.setattr(predictor, "CORE_MFLOPS", half / 2e6)
     parts = Predictor(FixedForm(of), *weights)
     # Of two rows a core would have one; they share the program of four.
     assert [parts.of_core(bucket) for bucket in (eight, four, two)] == [four, two, two]

@@ -37,21 +37,21 @@ TOKENS = "tokens"
 PIECE_BYTES = 12 * 2**20
 """Largest array of a piece of a batch on a CPU, of two rows at least. 8 pictures of MobileNetV2 take 0.65 of the time in pieces of two,
 32 texts of MiniLM 0.85 in pieces of 8: caches hold what they compute, and glibc maps memory of 32 MiB or more anew in each call."""
-CORE_FLOPS = 5e8
-"""Least work of a core, of two rows at least, for which the cores of a CPU answer parts of a batch side by side, one thread each, in place of one
+CORE_MFLOPS = 500
+"""Work of a core, of two rows at least, from which on the cores of a CPU answer parts of a batch side by side, one thread each, in place of one
 operation after another together: 0.85 to 0.95 of the time on two idle cores, and half of it where they share no cache (MobileNetV2, MiniLM)."""
 Output = Mapping[str, np.ndarray]
 """Outputs of a row by name."""
 
 
 class Constants(NamedTuple):
-    """What is known about a bucket's program without tracing it."""
+    """Facts about a bucket's program that need no trace of it."""
 
     key: str
-    """Of what weights alone decide."""
+    """Digest of the program that computes them."""
     shapes: list[jax.ShapeDtypeStruct]
     flops: float
-    """Of the products of a call."""
+    """FLOPs of a call's products."""
 
 
 class Form(ABC):
@@ -235,7 +235,7 @@ class Predictor:
         own = replace(bucket, rows=bucket.rows // self._cores)
         if not self._divides or bucket.rows % self._cores or not 2 <= own.rows < bucket.rows:
             return bucket
-        return own if self._constants_of(own).flops >= CORE_FLOPS else bucket
+        return own if self._constants_of(own).flops >= CORE_MFLOPS * 1e6 else bucket
 
     def _compile(self, bucket: Bucket) -> ReadyProgram:
         constants: Any = self._weights
@@ -359,12 +359,16 @@ class Predictor:
             parts = [{name: a[i : i + size] for name, a in batch.items()} for i in firsts]
 
         def answered(part: Arrays) -> dict[str, np.ndarray]:
-            return jax.device_get(program(part))
+            outputs = program(part)
+            if not self._folds:
+                return jax.device_get(outputs)
+            # Memory of the host, whose copy by device_get would take a tenth of a small call.
+            return {name: np.asarray(array) for name, array in outputs.items()}
 
-        outputs = list((map if len(parts) == 1 else _threads().map)(answered, parts))
+        answers = list((map if len(parts) == 1 else _threads().map)(answered, parts))
         # A copy, so that an answer does not keep the whole batch in memory.
         return [
-            {name: np.array(array[index % size]) for name, array in outputs[index // size].items()}
+            {name: np.array(array[index % size]) for name, array in answers[index // size].items()}
             for index in range(len(rows))
         ]
 
