@@ -1,11 +1,11 @@
 """One model in several runtimes, on the same inputs and in turn: this package's compiled program, LiteRT, ONNX Runtime, llama.cpp.
 
-    python benchmarks/runtimes.py MODEL… --work DIR [--batches 1 8] [--sequence 128] [--rounds 7] [--llama-server PATH] [--out FILE.md]
+    python benchmarks/runtimes.py MODEL… --work DIR [--batches 1 8] [--sequence 128] [--rounds 7] [--float] [--llama-server PATH] [--out FILE.md]
 
 A model is a run, a Bundle, a Hugging Face folder or a GGUF file; its files are made by ``systolic export`` in ``--work`` and
-kept there. Each runtime is a process of its own with all cores, alive to the end, and calls are made one after the other, in
-an order that turns with each round, with a pause before each; the median of a runtime's calls is quoted. ``call`` is a whole text, picture or batch of
-them, from numpy to numpy. Language models are also generated with: ``prefill`` is a prompt of ``--sequence`` tokens with
+kept there. Each runtime is a process of its own with all cores, alive to the end. A round gives each of them a turn, in an order that
+changes with each round: a pause, calls that are not counted until the cores are awake, and calls that are. The median of all
+counted calls is quoted, their best and the median of their CPU time. ``call`` is a whole text, picture or batch of them, from numpy to numpy. Language models are also generated with: ``prefill`` is a prompt of ``--sequence`` tokens with
 its keys and values kept, ``decode`` one token of the 16 after it; the files of LiteRT and ONNX keep no keys and have neither.
 LiteRT's int8 file is calibrated on the recipe's training data, or on ``--data``; without both it is left out.
 """
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,17 @@ import numpy as np
 
 NEW_TOKENS = 16
 SETTLED = 0.2
-"""Seconds before a call: threads of some runtimes look for work for a while after theirs."""
+"""Seconds before a turn: threads of some runtimes look for work for a while after theirs."""
+AWAKE = 0.1
+"""Seconds of a turn's first calls, which are not counted: after a pause Linux runs all threads of a process on one core for 40 ms."""
+COUNTED = 5
+"""Most calls of a turn that are counted."""
+ENOUGH = 1.0
+"""Seconds after which a turn ends, with one counted call at least."""
 Call = Callable[[], Mapping[str, float]]
 """Seconds of each stage of one call."""
+CPU = "cpu"
+"""All threads of a runtime's process during a call, in seconds of CPU time."""
 
 
 class Program(NamedTuple):
@@ -189,6 +197,8 @@ SHOWN = {
 }
 OWN = ("predict", "generate")
 """What others are compared with."""
+ROUNDED = {"dynamic", "int8", "q8_0"}
+"""Precisions of files that ``--float`` leaves out."""
 PACKAGES = {"litert": "litert", "onnx": "onnx"}
 """Of the cache, for runtimes whose packages are there."""
 
@@ -198,13 +208,31 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def turn(
+    call: Call,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> list[dict[str, float]]:
+    """Seconds of each stage of a turn's counted calls, and of :data:`CPU`."""
+    start = clock()
+    call()
+    while clock() - start < AWAKE:
+        call()
+    start, counted = clock(), []
+    while not counted or (len(counted) < COUNTED and clock() - start < ENOUGH):
+        before = cpu_clock()
+        stages = call()
+        counted.append({**stages, CPU: cpu_clock() - before})
+    return counted
+
+
 def work(runtime: str, path: str, folder: str, batch: int, sequence: int) -> None:
-    """Calls once for each line of stdin and prints the seconds as one line."""
+    """Takes a turn for each line of stdin and prints its calls as one line."""
     call = RUNTIMES[runtime](Path(path), inputs_for(Path(folder), batch, sequence), sequence)
     call()
-    print("{}", flush=True)
+    print("[]", flush=True)
     for _ in sys.stdin:
-        print(json.dumps(dict(call())), flush=True)
+        print(json.dumps(turn(call)), flush=True)
 
 
 # The benchmark
@@ -240,28 +268,29 @@ class Worker:
             stdout=pipe,
             text=True,
             env=env,
-            start_new_session=True,
+            process_group=0,
         )
         self.seconds: list[Mapping[str, float]] = []
         self._answer()
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> list[Mapping[str, float]]:
         assert self.child.stdout is not None
         line = self.child.stdout.readline()
         if not line:
             raise RuntimeError(f"exit code {self.child.wait()}")
         return json.loads(line)
 
-    def call(self) -> None:
-        """One more."""
+    def turn(self) -> None:
+        """One more, see :func:`turn`."""
         assert self.child.stdin is not None
+        time.sleep(SETTLED)
         self.child.stdin.write("\n")
         self.child.stdin.flush()
-        self.seconds.append(self._answer())
+        self.seconds += self._answer()
 
-    def medians(self) -> dict[str, float]:
+    def over_calls(self, statistic: Callable[[Iterable[float]], float]) -> dict[str, float]:
         """Of each stage."""
-        return {k: statistics.median(one[k] for one in self.seconds) for k in self.seconds[0]}
+        return {k: statistic(one[k] for one in self.seconds) for k in self.seconds[0]}
 
 
 def programs(model: Path, batch: int, args: argparse.Namespace) -> list[Program]:
@@ -286,7 +315,7 @@ def programs(model: Path, batch: int, args: argparse.Namespace) -> list[Program]
             Program("gguf", folder / f"{name}.gguf", ("--precision", name))
             for name in ("f32", "q8_0")
         ]
-    return found
+    return [one for one in found if not args.float or ROUNDED.isdisjoint(one.words)]
 
 
 def size_of(path: Path) -> int:
@@ -308,7 +337,7 @@ def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
         why = exported(model, made)
         if why:
             refused.append(
-                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | | {why} | | |"
+                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | | {why} | | | | |"
             )
             continue
         started = made
@@ -318,16 +347,21 @@ def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
         running.append((made, Worker(started, folder, batch, args.sequence)))
     for number in range(args.rounds):
         for _, worker in running if number % 2 == 0 else reversed(running):
-            time.sleep(SETTLED)
-            worker.call()
+            worker.turn()
     rows = []
-    own = {one: worker.medians() for one, worker in running if one.runtime in OWN}
+    own = {
+        one: worker.over_calls(statistics.median) for one, worker in running if one.runtime in OWN
+    }
     ours = {stage: seconds for found in own.values() for stage, seconds in found.items()}
     for made, worker in running:
-        for stage, seconds in worker.medians().items():
+        stages, best = worker.over_calls(statistics.median), worker.over_calls(min)
+        # Of stages, and of a server's process, the CPU time is not known.
+        cpu_ms = stages.pop(CPU) * 1000
+        cpu = f"{cpu_ms:.2f}" if "call" in stages else ""
+        for stage, seconds in stages.items():
             each = seconds / (1 if stage == "decode" else batch)
             rows.append(
-                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {1 / each:.1f} | {compared(ours, stage, seconds)} |"
+                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {best[stage] * 1000:.2f} | {cpu} | {1 / each:.1f} | {compared(ours, stage, seconds)} |"
             )
         os.killpg(worker.child.pid, signal.SIGKILL)  # a server of its own too
     return [*rows, *refused]
@@ -345,13 +379,14 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--float", action="store_true", help="leave files of 8 bits out")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--llama-server", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(words)
     table = [
-        "| model | rows | runtime | file | MB | ms | rows/s, or tokens/s of decode | systolic / this |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | rows | runtime | file | MB | ms | best | CPU ms | rows/s, or tokens/s of decode | systolic / this |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for model in args.models:
         for batch in args.batches:

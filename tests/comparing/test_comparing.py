@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,29 @@ def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> N
 def test_a_count_that_is_none(field: str) -> None:
     with pytest.raises(OptionError, match="0"):
         systolic.compare_models("a", "b", **{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "before", "counted"), [(12, 7, 12, 5), (300, 200, 1, 5), (2000, 1800, 1, 1)]
+)
+def test_a_turn_of_a_runtime_counts_no_call_before_the_cores_are_awake(
+    slow: int, fast: int, before: int, counted: int
+) -> None:
+    """Calls of so many ms: 4 x 12 + 8 x 7 are more than 100, and five of 200 are one second."""
+    path = Path(__file__).parents[2] / "benchmarks" / "runtimes.py"
+    spec = spec_from_file_location("runtimes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    runtimes = module_from_spec(spec)
+    spec.loader.exec_module(runtimes)
+    ms = [0]
+
+    def call() -> dict[str, float]:
+        ms.append(slow if sum(ms) < 40 else fast)
+        return {"call": ms[-1] / 1000}
+
+    calls = runtimes.turn(call, lambda: sum(ms) / 1000, lambda: 2 * sum(ms) / 1000)
+    assert len(ms) - 1 == before + counted
+    assert len(calls) == counted
+    assert {stages["call"] for stages in calls} == {fast / 1000}
+    assert calls[0]["cpu"] == pytest.approx(2 * fast / 1000)

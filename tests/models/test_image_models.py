@@ -1,7 +1,9 @@
 """ResNet, MobileNetV2, ViT and CNN: what they compute, count, refuse and learn."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Barrier
 from typing import Any
 
 import jax
@@ -454,3 +456,34 @@ def test_a_batch_on_a_cpu_is_answered_in_pieces(rows: int, monkeypatch: pytest.M
             np.testing.assert_allclose(own[name], value, rtol=1e-5, atol=1e-6)
     text = pieces._compiled[bucket].func.as_text()
     assert ("[4,16,16,4]" in text, "[8,16,16,4]" in text) == (rows == 8, False)
+
+
+def test_the_cores_of_a_cpu_answer_parts_of_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = steps(MODELS["cnn"], batch=8)
+    weights, image = start(of), batch(of)["image"]
+    examples = [Row(arrays={"image": picture}) for picture in image]
+    eight, four, two = (Bucket(rows=rows) for rows in (8, 4, 2))
+    monkeypatch.setattr(predictor, "num_cpus", lambda: 2)
+    threads = ThreadPoolExecutor(2)
+    monkeypatch.setattr(predictor, "_threads", lambda: threads)
+    whole = Predictor(FixedForm(of), *weights)
+    wanted = whole(examples, eight)
+    half = jaxpr.count(of.predict, *weights, {name: a[:4] for name, a in batch(of).items()})
+    for least, own in ((half, four), (half + 1, eight)):
+        monkeypatch.setattr(predictor, "CORE_MFLOPS", least / 1e6)
+        assert Predictor(FixedForm(of), *weights).of_core(eight) == own
+    assert Predictor(FixedForm(of), *weights).of_core(Bucket(rows=7)) == Bucket(rows=7)
+    monkeypatch.setattr(predictor, "CORE_MFLOPS", half / 2e6)
+    parts = Predictor(FixedForm(of), *weights)
+    # Of two rows a core would have one; they share the program of four.
+    assert [parts.of_core(bucket) for bucket in (eight, four, two)] == [four, two, two]
+    assert parts.compile(four) is not None
+    assert parts.compile(two) is None
+    assert parts.compile(eight) is not None
+    together, program = Barrier(2, timeout=60), parts._compiled[four]
+    parts._compiled[four] = lambda part: (together.wait(), program(part))[1]
+    found = parts(examples[:5], eight)
+    assert len(found) == 5
+    for own, expected in zip(found, wanted, strict=False):
+        for name, value in expected.items():
+            np.testing.assert_allclose(own[name], value, rtol=1e-5, atol=1e-6)

@@ -701,4 +701,5 @@ def _of_batches(
     params, rest = state.params, state.model_state
     intake = intake_of(steps, params, rest, options.limits, store)
     run = Predictor(intake.form, params, rest, store)
-    return [store.check(run.spec(bucket)) for bucket in buckets_of(intake, options).all]
+    specs = {spec.name: spec for spec in map(run.spec, buckets_of(intake, options).all)}
+    return [store.check(spec) for spec in specs.values()]

@@ -238,6 +238,11 @@ class FoldedProgram:
         """Bytes of the largest array that the program computes from a batch."""
         return _largest(self._late)
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the program's matmuls and convolutions, as :func:`count`."""
+        return _jaxpr(self._late, [False] * len(self._late.invars))[0].forward
+
     def __call__(self, constants: Sequence[jax.Array], batch: Any) -> Any:
         """The function's outputs."""
         outputs = jax.core.eval_jaxpr(self._late, [], *constants, *jax.tree.leaves(batch))
