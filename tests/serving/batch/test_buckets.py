@@ -78,8 +78,20 @@ def test_on_a_cpu_lengths_come_before_sizes() -> None:
     linear = choose(Shapes(largest=16, programs=15), longest=256, linear=True)
     assert (linear.rows, len(linear.lengths), len(linear.all)) == ([1, 4, 16], 5, 15)
     assert linear.padding_share < grid.padding_share / 1.5
+    # Where few positions are enough for all cores, long rows have fewer sizes, and there are more lengths.
+    short = choose(Shapes(largest=16, programs=15, positions=512), longest=256, linear=True)
+    assert (len(short.lengths), len(short.all)) == (8, 15)
+    assert short.padding_share < linear.padding_share / 1.5
     assert choose(Shapes(largest=12, programs=2), longest=9, linear=True).rows == [3, 12]
     assert choose(Shapes(largest=12), longest=9, ways=2, linear=True).rows == [2, 12]
+
+
+def test_on_a_cpu_sizes_of_one_shape_are_halves_without_padding() -> None:
+    """A call of an even number of pictures is computed in pieces of two; odd ones would be computed whole."""
+    grid = choose(Shapes(largest=16), linear=True)
+    assert (grid.rows, grid.padding_share) == ([1, 2, 4, 8, 16], 0)
+    assert choose(Shapes(largest=16), ways=2, linear=True).rows == [2, 4, 8, 16]
+    assert len(choose(Shapes(largest=16, programs=3), linear=True).rows) == 3
 
 
 def test_no_batch_has_more_positions_than_allowed() -> None:

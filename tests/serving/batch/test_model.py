@@ -96,14 +96,19 @@ def test_requests_share_batches_and_get_their_own_answers(twice: Twice, made: An
 
 
 def test_a_row_waits_for_others_no_longer_than_the_delay(twice: Twice, made: Any) -> None:
-    of = made(shapes=Shapes(largest=2), delay_ms=60_000)
-    alone = of.submit(numbers(1))
-    assert not twice.calls
-    of.submit(numbers(2))  # The batch is full.
-    assert alone.result(WAIT)["twice"].tolist() == [2]
-    late = of.submit(numbers(3))
-    of.drain(WAIT)  # Nobody else can come.
-    assert late.result(0)["twice"].tolist() == [6]
+    of = made(shapes=Shapes(largest=2), delay_ms=60_000, workers=2)
+    # Alone it waits for nobody.
+    assert of.submit(numbers(1)).result(WAIT)["twice"].tolist() == [2]
+    twice.calls.clear()
+    first = hold(twice, of)
+    # One worker is free, and another request may yet come.
+    early = of.submit(numbers(2))
+    until(lambda: len(of._queue.lanes) == 1)
+    of.submit(numbers(3))  # The batch is full.
+    twice.going.set()
+    assert early.result(WAIT)["twice"].tolist() == [4]
+    assert first.result(WAIT)["twice"].tolist() == [2]
+    assert [bucket for bucket, _ in twice.calls] == ["1", "2"]
     soon = made(shapes=Shapes(largest=2), delay_ms=1)
     assert soon.submit(numbers(4)).result(WAIT)["twice"].tolist() == [8]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from systolic.inference.predictor import Example
 from systolic.inference.rows import Row
@@ -14,6 +15,7 @@ from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.model import Completions
 from systolic.serving.facts import Ended
+from systolic.serving.request import ExpiredError
 from tests.serving.batch.stub import Told
 
 
@@ -24,10 +26,11 @@ def opened(rows: Sequence[int] = (8,)) -> BatchQueue:
     return queue
 
 
-def admitted(queue: BatchQueue, count: int) -> BatchRequest:
+def admitted(queue: BatchQueue, count: int, seconds: float | None = None) -> BatchRequest:
     """A request of some rows, read and queued; nobody listens to its future yet."""
     now = time.monotonic()
-    made = BatchRequest(future=Future(), count=count, bytes=1, submitted=now, deadline=now)
+    deadline = None if seconds is None else now + seconds
+    made = BatchRequest(future=Future(), count=count, bytes=1, submitted=now, deadline=deadline)
     queue.admit(made)
     queue.put(made, [Example(rows=[Row(arrays={"x": np.zeros(1)})]) for _ in range(count)])
     return made
@@ -56,7 +59,7 @@ def test_a_deadline_that_passes_meanwhile_ends_it_once() -> None:
     queue, told = opened(), Told()
     intake: Any = SimpleNamespace()
     completions = Completions("numbers", queue, intake, told)
-    gone, stranger = admitted(queue, 1), admitted(queue, 1)
+    gone, stranger = admitted(queue, 1, 0.0), admitted(queue, 1, 0.0)
     gone.future.cancel()
     call = queue.take()
     assert call is not None
@@ -66,3 +69,17 @@ def test_a_deadline_that_passes_meanwhile_ends_it_once() -> None:
     assert [facts.ended for facts in told.answers] == [Ended.cancelled, Ended.expired]
     assert queue.waiting == 0
     assert queue.empty(0)
+
+
+def test_an_answer_after_the_deadline_is_none() -> None:
+    queue, told = opened(), Told()
+    intake: Any = SimpleNamespace(answer_of=lambda examples, outputs: {"y": np.zeros(1)})
+    completions = Completions("numbers", queue, intake, told)
+    late = admitted(queue, 1, 0.0)
+    call = queue.take()
+    assert call is not None
+    assert queue.done(call.rows[0], {}, 0.1)
+    completions.answer(late)
+    with pytest.raises(ExpiredError):
+        late.future.result(0)
+    assert [facts.ended for facts in told.answers] == [Ended.expired]

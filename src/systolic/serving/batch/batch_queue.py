@@ -255,7 +255,7 @@ class BatchQueue:
         lanes: Of the model's buckets.
         most: Examples of all requests.
         most_bytes: Bytes of their inputs.
-        delay_seconds: Longest wait of a row for others.
+        delay_seconds: Longest wait of a row for others, while there are other requests than those that wait.
         name: Of the model, for messages.
     """
 
@@ -354,15 +354,20 @@ class BatchQueue:
             while True:
                 self.lanes.purge()
                 now = time.monotonic()
-                due = self.lanes.due(0.0 if self._closed else self._delay)
+                delay = 0.0 if self._closed or not self._comes() else self._delay
+                due = self.lanes.due(delay)
                 if due is not None and due <= now:
-                    call = self.lanes.take(now, self._delay)
+                    call = self.lanes.take(now, delay)
                     if kept := self._begun(call, now):
                         return kept
                     continue
                 if self._ending or not threading.main_thread().is_alive():
                     return None
                 self._changed.wait(POLL_SECONDS if due is None else min(due - now, POLL_SECONDS))
+
+    def _comes(self) -> bool:
+        """Whether a request is read or computed beside those that wait: without any, a wait for others is one for nothing."""
+        return any(request.read is None or request.taken for request in self._open)
 
     def _begun(self, call: BatchCall, now: float) -> BatchCall | None:
         """The rows whose requests were not cancelled; those can't be from now on."""

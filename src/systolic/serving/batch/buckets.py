@@ -153,7 +153,11 @@ def choose(
     largest = shapes.largest // ways * ways
     rows = _weights(shapes.traffic.examples, largest, ways)
     if longest is None:
-        sizes, share = _sizes(rows, shapes.programs or FIXED, ways)
+        count = shapes.programs or FIXED
+        halves = _falling(largest, ways, 2)
+        if linear and len(halves) <= count:
+            return BucketGrid(rows=halves, lengths=[None], padding_share=0.0)
+        sizes, share = _sizes(rows, count, ways)
         measured = bool(shapes.traffic.examples)
         return BucketGrid(rows=sizes, lengths=[None], padding_share=share, measured=measured)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
@@ -173,8 +177,9 @@ def choose(
         return replace(trial, padding_share=_padding(trial, rows, lengths, linear))
 
     if linear:
-        sizes = _quarters(largest, ways)[-programs:]
-        return grid(sizes, programs // len(sizes))
+        sizes = _falling(largest, ways, 4)[-programs:]
+        grids = (grid(sizes, count) for count in range(programs, 0, -1))
+        return next(trial for trial in grids if len(trial.all) <= programs)
     # Every split of the programs into sizes x lengths.
     splits = (
         grid(_sizes(rows, count, ways)[0], programs // count) for count in range(1, programs + 1)
@@ -226,11 +231,11 @@ def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[i
     return sizes, share_beyond(useful, padded)
 
 
-def _quarters(largest: int, ways: int) -> list[int]:
-    """Sizes of a batch that fall by four from the largest to ``ways``: every number of rows is a few of them."""
+def _falling(largest: int, ways: int, by: int) -> list[int]:
+    """Sizes of a batch that fall by a factor from the largest to ``ways``: every number of rows is a few of them."""
     sizes = [largest]
     while sizes[0] > ways:
-        sizes.insert(0, max(sizes[0] // 4 // ways * ways, ways))
+        sizes.insert(0, max(sizes[0] // by // ways * ways, ways))
     return sizes
 
 
@@ -305,7 +310,7 @@ class BatchOptions:
     shapes: Shapes = field(default_factory=Shapes)
     limits: InputLimits = field(default_factory=InputLimits)
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
-    """Longest wait of a row for others while a worker is free."""
+    """Longest wait of a row for others while a worker is free, and a request is read or computed."""
     waiting: Annotated[int, COUNT] = 1024
     """Most examples that wait or are read; further requests are refused."""
     waiting_bytes: Annotated[int, COUNT] = 512 * 2**20
