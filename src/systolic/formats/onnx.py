@@ -10,7 +10,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,301 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
         output_path=str(folder / PROGRAM),
         export_mode="web",  # one file, weights inside
     )
+    simplify(folder / PROGRAM)
     _describe(folder / PROGRAM, request["metadata"])
+
+
+class Graph:
+    """The nodes of an ONNX graph while they are rewritten.
+
+    Args:
+        model: ONNX's message; changed by :meth:`write`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._onnx: Any = import_module("onnx")  # of the packages in the cache
+        self._helper: Any = import_module("onnx.helper")
+        self._arrays: Any = import_module("onnx.numpy_helper")
+        self._graph = model.graph
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._names = itertools.count()
+        self._outputs = {output.name for output in model.graph.output}
+        self._sizes = self._known_sizes(model)
+        self.nodes: list[Any] = list(model.graph.node)
+        self.index()
+
+    def _known_sizes(self, model: Any) -> dict[str, list[float]]:
+        """Sizes of values by name, infinite where they are free."""
+        inferred = self._onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        known: dict[str, list[float]] = {}
+        for value in (*inferred.value_info, *inferred.input):
+            shape = value.type.tensor_type.shape.dim
+            known[value.name] = [
+                dim.dim_value if dim.HasField("dim_value") else np.inf for dim in shape
+            ]
+        return known
+
+    def index(self) -> None:
+        """Finds producers and readers again, after :attr:`nodes` has changed."""
+        self.producers = {output: node for node in self.nodes for output in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+
+    def sizes(self, name: str, dims: str) -> dict[str, float]:
+        """Sizes of a value's dims by their letters."""
+        return dict(zip(dims, self._sizes.get(name) or [np.inf] * len(dims), strict=True))
+
+    def value(self, name: str) -> np.ndarray | None:
+        """A constant; None for what is computed."""
+        tensor = self._constants.get(name)
+        return None if tensor is None else self._arrays.to_array(tensor)
+
+    def constant(self, array: Any) -> str:
+        """Name of a new constant."""
+        name = f"constant_{next(self._names)}"
+        self._constants[name] = self._arrays.from_array(np.ascontiguousarray(array), name)
+        return name
+
+    def node(self, kind: str, inputs: Sequence[str], **attributes: Any) -> Any:
+        """A new node of one output, in no list yet."""
+        return self._helper.make_node(kind, inputs, [f"{kind}_{next(self._names)}"], **attributes)
+
+    def reader(self, name: str) -> Any:
+        """The only node that reads a value; None where there are others, or none."""
+        readers = self.readers.get(name, [])
+        return readers[0] if len(readers) == 1 and name not in self._outputs else None
+
+    def drop(self, node: Any, by: str) -> None:
+        """Removes a node; whoever read its output reads another value. An output of the graph stays."""
+        if node.output[0] in self._outputs:
+            return
+        for reader in self.readers.get(node.output[0], []):
+            for index, name in enumerate(reader.input):
+                if name == node.output[0]:
+                    reader.input[index] = by
+        self.nodes = [other for other in self.nodes if other is not node]
+        self.index()
+
+    def write(self) -> None:
+        """Puts what is still used into the message."""
+        used, kept = set(self._outputs), []
+        for node in reversed(self.nodes):
+            if not used.isdisjoint(node.output):
+                kept.append(node)
+                used.update(node.input)
+        del self._graph.node[:], self._graph.initializer[:], self._graph.value_info[:]
+        self._graph.node.extend(reversed(kept))
+        self._graph.initializer.extend(
+            tensor for name, tensor in self._constants.items() if name in used
+        )
+
+
+def simplify(file: Path) -> None:
+    """Rewrites a graph so that a runtime finds what it has kernels for: matmuls in place of einsums, convolutions that hold their norms, Clip and Relu.
+
+    ONNX Runtime then takes 0.6 of the time for MobileNetV2 and 0.75 for MiniLM. Its own basic pass comes first: it computes what
+    depends on weights alone, and moves transposes until convolutions follow each other.
+    """
+    onnx: Any = import_module("onnx")  # of the packages in the cache
+    onnxruntime: Any = import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(file)
+    onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    model = onnx.load(file)
+    graph = Graph(model)
+    _without_einsums(graph)
+    _norms_into_convolutions(graph)
+    _clips(graph)
+    _without_expands(graph)
+    graph.write()
+    used = {node.domain for node in model.graph.node}
+    sets = [version for version in model.opset_import if version.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(sets)
+    onnx.checker.check_model(model)
+    onnx.save(model, file)
+
+
+def _without_einsums(graph: Graph) -> None:
+    nodes = []
+    for node in graph.nodes:
+        instead = _matmul(graph, node) if node.op_type == "Einsum" else None
+        if instead:
+            instead[-1].output[0] = node.output[0]
+        nodes += instead or [node]
+    graph.nodes = nodes
+    graph.index()
+
+
+def _matmul(graph: Graph, node: Any) -> list[Any] | None:
+    """An einsum of two operands as nodes around one MatMul; None where it is none."""
+    operands, out = node.attribute[0].s.decode().replace(" ", "").split("->")
+    left, right = operands.split(",")
+    summed = "".join(letter for letter in left if letter in right and letter not in out)
+    weights = graph.value(node.input[1])
+    plain = left.endswith(summed) and right.startswith(summed)
+    if (
+        weights is not None
+        and plain
+        and out == left[: -len(summed)] + right[len(summed) :]
+        and summed
+    ):
+        return _dense(graph, node.input[0], weights, len(left) - len(summed), len(summed))
+    return _batched(graph, node.input, left, right, out, summed)
+
+
+def _dense(graph: Graph, x: str, weights: np.ndarray, before: int, summed: int) -> list[Any]:
+    """A product with weights [summed ..., outputs ...], the dims ``before`` of ``x`` kept as they are."""
+    nodes: list[Any] = []
+    if summed > 1:
+        nodes.append(graph.node("Reshape", [x, graph.constant(np.array([0] * before + [-1]))]))
+    matrix = weights.reshape(int(np.prod(weights.shape[:summed])), -1)
+    given = nodes[-1].output[0] if nodes else x
+    nodes.append(graph.node("MatMul", [given, graph.constant(matrix)]))
+    if weights.ndim > summed + 1:
+        shape = np.array([0] * before + list(weights.shape[summed:]))
+        nodes.append(graph.node("Reshape", [nodes[-1].output[0], graph.constant(shape)]))
+    return nodes
+
+
+def _batched(
+    graph: Graph, names: Sequence[str], left: str, right: str, out: str, summed: str
+) -> list[Any] | None:
+    """A product of two values over one dim, with common dims; the largest free dim of each is the matrix's, others are broadcast, and those of one entry left out."""
+    sides = [(left, right, names[0]), (right, left, names[1])]
+    free = [[letter for letter in out if letter in a and letter not in b] for a, b, _ in sides]
+    repeated = any(len(set(dims)) < len(dims) for dims in (left, right))
+    if len(summed) != 1 or repeated or not all(free) or set(out) != set(left + right) - {summed}:
+        return None
+    sizes = [graph.sizes(name, dims) for dims, _, name in sides]
+    rows, columns = (
+        max(letters, key=known.__getitem__) for letters, known in zip(free, sizes, strict=True)
+    )
+    single = {
+        letter
+        for letters, known in zip(free, sizes, strict=True)
+        for letter in letters
+        if known[letter] == 1 and letter not in (rows, columns)
+    }
+    batch = [c for c in out if c not in (rows, columns) and c not in single]
+    nodes: list[Any] = []
+
+    def add(kind: str, inputs: Sequence[str], axes: Sequence[int] = (), **more: Any) -> str:
+        given = [*inputs, graph.constant(np.array(axes))] if axes else inputs
+        nodes.append(graph.node(kind, given, **more))
+        return nodes[-1].output[0]
+
+    def turned(x: str, dims: Sequence[str], order: Sequence[str]) -> str:
+        perm = [dims.index(letter) for letter in order]
+        return x if perm == sorted(perm) else add("Transpose", [x], perm=perm)
+
+    def operand(name: str, dims: str, matrix: str) -> str:
+        gone = [index for index, letter in enumerate(dims) if letter in single]
+        x = add("Squeeze", [name], gone) if gone else name
+        kept = [letter for letter in dims if letter not in single]
+        x = turned(x, kept, [letter for letter in (*batch, *matrix) if letter in kept])
+        missing = [index for index, letter in enumerate(batch) if letter not in dims]
+        return add("Unsqueeze", [x], missing) if missing else x
+
+    inputs = [operand(names[0], left, rows + summed), operand(names[1], right, summed + columns)]
+    result = add("MatMul", inputs)
+    kept = [letter for letter in out if letter not in single]
+    result = turned(result, [*batch, rows, columns], kept)
+    back = [index for index, letter in enumerate(out) if letter in single]
+    if back:
+        add("Unsqueeze", [result], back)
+    return nodes
+
+
+def _norms_into_convolutions(graph: Graph) -> None:
+    """Sums and products with a number for each channel that follow a convolution become its weights and bias."""
+    for node in [node for node in graph.nodes if node.op_type == "Conv"]:
+        weights = graph.value(node.input[1])
+        if weights is None or len(graph.readers[node.input[1]]) > 1:
+            continue
+        bias = graph.value(node.input[2]) if len(node.input) > 2 else np.zeros(len(weights))
+        factor, shift = np.ones(len(weights)), np.asarray(bias, np.float64)
+        while (then := graph.reader(node.output[0])) is not None:
+            change = _by_channel(graph, then, node.output[0], weights)
+            if change is None:
+                break
+            factor, shift = factor * change[0], shift * change[0] + change[1]
+            graph.nodes = [other for other in graph.nodes if other is not then]
+            node.output[0] = then.output[0]
+            graph.index()
+        across = factor.reshape(-1, *[1] * (weights.ndim - 1))
+        constants = (weights * across, shift)
+        del node.input[1:]
+        node.input.extend(graph.constant(array.astype(weights.dtype)) for array in constants)
+
+
+def _by_channel(
+    graph: Graph, node: Any, name: str, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Factor and summand of each channel by which a node changes a convolution's output; None where it does something else."""
+    if node.op_type not in ("Add", "Sub", "Mul", "Div"):
+        return None
+    place = list(node.input).index(name)
+    value = graph.value(node.input[1 - place])
+    shape = (len(weights), *[1] * (weights.ndim - 2))
+    if value is None or value.ndim > weights.ndim or (node.op_type == "Div" and place == 1):
+        return None
+    if value.size != 1 and value.shape not in (shape, (1, *shape)):
+        return None
+    each = np.broadcast_to(value.reshape(-1).astype(np.float64), len(weights))
+    ones, zeros = np.ones(len(weights)), np.zeros(len(weights))
+    return {
+        "Add": (ones, each),
+        "Sub": (ones, -each) if place == 0 else (-ones, each),
+        "Mul": (each, zeros),
+        "Div": (1 / each if node.op_type == "Div" else ones, zeros),
+    }[node.op_type]
+
+
+def _clips(graph: Graph) -> None:
+    """The larger of 0 and a value as Relu, with the smaller of a number and that as Clip."""
+    for node in [node for node in graph.nodes if node.op_type == "Max"]:
+        x, least = _with_number(graph, node)
+        if x is None or least is None:
+            continue
+        then = graph.reader(node.output[0])
+        most = _with_number(graph, then)[1] if then is not None and then.op_type == "Min" else None
+        if most is not None and least <= most:
+            instead = graph.node("Clip", [x, graph.constant(least), graph.constant(most)])
+        elif least == 0:
+            instead, then = graph.node("Relu", [x]), node
+        else:
+            continue
+        instead.output[0] = then.output[0]
+        gone = (node, then)
+        graph.nodes = [
+            instead if other is then else other
+            for other in graph.nodes
+            if other is then or all(other is not part for part in gone)
+        ]
+        graph.index()
+
+
+def _with_number(graph: Graph, node: Any) -> tuple[str | None, np.ndarray | None]:
+    """The other input of a node that reads a single number, and the number."""
+    for place in (0, 1):
+        number = graph.value(node.input[place]) if len(node.input) == 2 else None
+        if number is not None and number.ndim == 0:
+            return node.input[1 - place], number
+    return None, None
+
+
+def _without_expands(graph: Graph) -> None:
+    """Values that were given a shape already are not expanded to it."""
+    for node in [node for node in graph.nodes if node.op_type == "Expand"]:
+        before = graph.producers.get(node.input[0])
+        same = before is not None and before.op_type == "Reshape"
+        if same and before.input[1] == node.input[1]:
+            graph.drop(node, before.output[0])
 
 
 def _describe(file: Path, metadata: dict[str, str]) -> None:
