@@ -15,6 +15,7 @@ from systolic.job import Adapter, AdapterKind, Layout, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_arrays import kernel_of_gpus
 from systolic.models.linear import Joined
+from systolic.serving.text.converting import serving_weights
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.step_functions import StepFunctions
 from tests.steps import tiny
@@ -118,6 +119,15 @@ def test_matrices_of_the_same_rows_lie_side_by_side_on_one_gpu() -> None:
     assert sum(own) == sum(
         leaf.size for leaf in jax.tree.leaves(paged_steps("cpu").abstract_weights)
     )
+
+
+def test_weights_that_a_server_loads_are_joined_layer_by_layer() -> None:
+    paged = paged_steps("gpu")
+    params, rest = drawn()
+    loaded = serving_weights(paged, {**params, **rest})
+    known = paged.weights(params, rest)
+    assert jax.tree.structure(loaded) == jax.tree.structure(known)
+    jax.tree.map(np.testing.assert_array_equal, loaded, known)
 
 
 @pytest.mark.parametrize(

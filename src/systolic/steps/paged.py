@@ -261,7 +261,7 @@ class ServingWeights(NamedTuple):
 
     ends: Arrays
     """Weights of no layer: embedding, last norm, output matrix."""
-    layers: Sequence[Any]
+    layers: list[Any]
     """Weights of each layer."""
 
 
@@ -387,6 +387,24 @@ class PagedSteps:
 
     def weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
         """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
+        return self._joined(self.separate_weights(params, model_state))
+
+    def weights_of(self, leaves: list[Any]) -> ServingWeights:
+        """:meth:`weights` of the leaves of :meth:`separate_weights`, a list that is emptied: of one layer alone both lie in memory."""
+        like = self.abstract_weights
+        if alone_on_gpu(self.steps.target):
+            like = jax.eval_shape(self.separate_weights, *self.steps.network.shapes)
+        weights = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        leaves.clear()
+        return self._joined(weights)
+
+    def _joined(self, weights: ServingWeights) -> ServingWeights:
+        for number in range(len(weights.layers)) if alone_on_gpu(self.steps.target) else ():
+            weights.layers[number] = joined(weights.layers[number])
+        return weights
+
+    def separate_weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
+        """:meth:`weights` before those of a GPU are :class:`Joined`."""
         network = self.steps.network
         own = {**network.cast(params), **model_state}
         every = with_copied_heads(own, self._model, self.steps.job)
@@ -395,8 +413,6 @@ class PagedSteps:
         )
         self._layers, states = layers_of(module)
         ends: dict[str, Any] = {p: a for p, a in every.items() if not p.startswith(BLOCKS)}
-        if alone_on_gpu(network.target):
-            states = [joined(state) for state in states]
         if alone_on_cpu(network.target):
             states = [turned(state, wide=self.wide) for state in states]
             for path in (EMBEDDED, UNEMBEDDING) if self.wide else ():
