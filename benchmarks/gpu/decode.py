@@ -182,8 +182,9 @@ def graphs_of(steps: Any, key: tuple[int, int], flags: tuple[str, ...]) -> str:
     own = compile_options([*flags_for(program.facts.verb), *flags], "gpu")
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile({**own, **dump_options(Path(folder))})
-        (dump,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
-        lines = dump.read_text().splitlines()
+        # The second, ``…_after_thunk_passes.txt``, is there only where a pass made graphs.
+        dumps = sorted(Path(folder).glob("*thunk_sequence*.txt"))
+        lines = dumps[-1].read_text().splitlines()
     graphs = sum("kCommandBuffer" in line for line in lines)
     inside = sum(line.startswith(" ") for line in lines)
     alone = Counter(line.split()[1] for line in lines if not line.startswith(" "))

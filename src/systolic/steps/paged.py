@@ -132,9 +132,9 @@ def joined(state: nnx.State) -> nnx.State:
     """
     flat = dict(nnx.to_flat_state(state))
     for paths in JOINED:
-        variables = [flat.get(path) for path in paths]
-        if any(variable is None or _holds_experts(variable) for variable in variables):
+        if any(path not in flat or _holds_experts(flat[path]) for path in paths):
             continue
+        variables = [flat[path] for path in paths]
         arrays = [variable.get_value() for variable in variables]
         flat[paths[0]] = variables[0].replace(Joined.of(arrays))
         for path, variable, array in zip(paths[1:], variables[1:], arrays[1:], strict=True):
