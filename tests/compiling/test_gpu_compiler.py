@@ -156,7 +156,7 @@ def test_tritons_matmuls_are_had_on_request(tmp_path: Path) -> None:
 
 @installed
 def test_a_server_s_step_reads_its_weights_once(tmp_path: Path) -> None:
-    """Without Triton XLA joins matrices that are multiplied by the same rows, and copies all of them in each step."""
+    """Without Triton XLA joins matrices that are multiplied by the same rows, and copies all of them in each step: of a prompt, too."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -173,9 +173,12 @@ def test_a_server_s_step_reads_its_weights_once(tmp_path: Path) -> None:
         str(tmp_path), on="h100", prompt_tokens=128, output_tokens=128, concurrency=[1]
     )
     step = next(step for step in server.steps if step.tokens == 1)
+    part = next(step for step in server.steps if step.tokens == 128)
     layer = 2 * 2048 * (2048 * 2 + 2 * 512 + 3 * 8192)
     weights = 2 * layer + 2 * 2048 * 32000
     hbm = 3.35e12
     # Thirteen kernels of a layer start in 2.5 to 5.1 us each, beside bytes at 87 % of the bandwidth.
     assert weights / hbm < step.seconds < weights / (0.87 * hbm) + 2 * 13 * 5.1e-6 + 20e-6
+    # As many of a part of a prompt, cuDNN's attention among them, which starts in 15 us. The copies would take 0.11 ms.
+    assert part.seconds < weights / (0.87 * hbm) + 2 * (12 * 5.1e-6 + 15e-6) + 20e-6
     assert WITH_TRITON in server.notes

@@ -1,6 +1,7 @@
 """Products of activations with weights, in the precision that the target asks for."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -70,6 +71,33 @@ class Turned:
         return self
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """Matrices that multiply the same rows, side by side, so that a GPU runs one product and copies none of them for it."""
+
+    matrix: jax.Array
+    """[inputs, outputs of all, ...]."""
+    sizes: tuple[int, ...] = field(metadata={"static": True})
+    """Outputs of each, along the second dim."""
+
+    @classmethod
+    def of(cls, matrices: Sequence[jax.Array]) -> "Joined":
+        """The matrices [inputs, outputs, ...]."""
+        sizes = tuple(matrix.shape[1] for matrix in matrices)
+        return cls(matrix=jnp.concatenate(matrices, axis=1), sizes=sizes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all as one."""
+        return self.matrix.shape
+
+    def __getitem__(self, key: Any) -> "Joined":
+        """The matrices, as a parameter is read: takes ``...`` alone."""
+        assert key is Ellipsis
+        return self
+
+
 class LowRank(NamedTuple):
     """A frozen matrix with a low-rank adapter."""
 
@@ -133,6 +161,31 @@ def product(
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
+
+
+def products(
+    target: Target,
+    spec: str,
+    x: jax.Array,
+    matrices: Sequence[Any],
+    rounding: Rounding = PER_CHANNEL,
+    *,
+    heads: bool = False,
+) -> Iterator[jax.Array]:
+    """:func:`product` with each matrix; one with all of them where the first is :class:`Joined`, of results whose third dim is the outputs."""
+    first = matrices[0]
+    if not isinstance(first, Joined):
+        for matrix in matrices:
+            yield product(target, spec, x, matrix, rounding, heads=heads)
+        return
+    whole, end = product(target, spec, x, first.matrix, rounding, heads=heads), 0
+    for size in first.sizes:
+        yield jax.lax.slice_in_dim(whole, end, end := end + size, axis=2)
+
+
+def alone_on_gpu(target: Target) -> bool:
+    """Whether a program is for one GPU, whose kernels take arrays that no mesh splits."""
+    return target.platform == "gpu" and target.layout.num_devices == 1
 
 
 def alone_on_cpu(target: Target) -> bool:

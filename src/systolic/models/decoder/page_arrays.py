@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from systolic.job import ServedCache, Target
 from systolic.models.attention import Logits, soft_cap
 from systolic.models.decoder.cache import coded
+from systolic.models.linear import alone_on_gpu
 
 SPLITS = 8
 """Most parts of a text that are read side by side."""
@@ -52,8 +53,7 @@ def gpu_kernel_takes(target: Target, sizes: tuple[int, int], window: int, logits
     """
     length, head = sizes
     fits = length == 1 and head >= 16 and head & (head - 1) == 0
-    alone = target.platform == "gpu" and target.layout.num_devices == 1
-    return alone and fits and not window and logits.sinks is None
+    return alone_on_gpu(target) and fits and not window and logits.sinks is None
 
 
 def kernel_of_gpus() -> Any:
@@ -99,8 +99,8 @@ def attend_on_gpu(
 
 def cudnn_takes(target: Target, dtype: jnp.dtype, head: int, logits: Logits) -> bool:
     """Whether cuDNN's attention does this: 16-bit floats, a head of at most 128 elements, plain logits, one device."""
-    alone = target.platform == "gpu" and target.layout.num_devices == 1
-    return alone and dtype.itemsize == 2 and head <= 128 and head % 8 == 0 and logits.plain
+    fits = dtype.itemsize == 2 and head <= 128 and head % 8 == 0
+    return alone_on_gpu(target) and fits and logits.plain
 
 
 def attend_by_cudnn(

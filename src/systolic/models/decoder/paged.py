@@ -575,11 +575,12 @@ def read(
         block: DecoderBlock = nnx.merge(layer.graph, state)
         cache_rows = block.ask(x, positions[:, None], layer.window)
         new_rows = jax.tree.map(lambda a: a[:, 0], tuple(cache_rows))
-        new_rows, bad = _finite(new_rows)
+        new_rows, bad = _finite(module.target, new_rows)
         own, weighted = arrays.attend(own, groups, new_rows, layer.window, block.attention_logits)
         # Attention [tokens, heads, size] with NaN where a token's own keys or values were not finite.
-        heads = weighted.reshape(*bad.shape, -1, weighted.shape[-1])
-        weighted = jnp.where(bad[:, :, None, None], jnp.nan, heads).reshape(weighted.shape)
+        heads = weighted.reshape(*bad.shape[:2], -1, weighted.shape[-1])
+        bad = bad[:, :, None, None] if bad.ndim == 2 else bad[:, :, None]
+        weighted = jnp.where(bad, jnp.nan, heads).reshape(weighted.shape)
         written.append(own)
         attended = block.answer(weighted[:, None].astype(x.dtype))
         x, _ = block.merge(x, attended, real)
@@ -587,15 +588,18 @@ def read(
     return hidden if drafts else _spread(hidden, real, rows, chunk), written
 
 
-def _finite(rows: Any) -> tuple[Any, jax.Array]:
+def _finite(target: Target, rows: Any) -> tuple[Any, jax.Array]:
     """New keys and values with 0 for what is not finite, and of which tokens and heads that is.
 
     Pages outlive a text, and reading weighs what is beyond a text with 0, which makes NaN of NaN: one text's
-    overflow would become that of others. bool[tokens, kv_heads].
+    overflow would become that of others. bool[tokens, kv_heads]; on a GPU of each element where keys are as wide as values:
+    the product with the output matrix spreads one NaN over its token, and two reductions of each layer are two kernels less.
     """
     queries, new = rows
     right = [jnp.isfinite(each) for each in new]
     kept = tuple(jnp.where(ok, each, 0) for ok, each in zip(right, new, strict=True))
+    if target.platform == "gpu" and new[0].shape == new[1].shape:
+        return (queries, kept), ~(right[0] & right[1])
     return (queries, kept), ~(right[0].all(-1) & right[1].all(-1))
 
 

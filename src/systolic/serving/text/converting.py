@@ -44,7 +44,7 @@ def serving_weights(
         store: Where the programs of the conversion are kept.
     """
     like: dict[str, Any] = {path: _abstract(array) for path, array in arrays.items()}
-    places, structure = jax.tree.flatten(paged.shardings)
+    places = jax.tree.leaves(paged.shardings)
     weights: list[Any] = [None] * len(places)
     for inputs, outputs in parts_of(paged, like, store):
 
@@ -64,7 +64,7 @@ def serving_weights(
         for index, array in zip(outputs, program.compiled(part), strict=True):
             weights[index] = array.block_until_ready()
         del part
-    return jax.tree.unflatten(structure, weights)
+    return paged.weights_of(weights)
 
 
 def parts_of(
@@ -106,14 +106,14 @@ def _traced(paged: PagedSteps, like: Mapping[str, Any]) -> list[Part]:
 
 
 def _converted(paged: PagedSteps, like: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """All weights of serving, of which those of arrays that are not given are not used."""
+    """All weights of serving before any are joined, of which those of arrays that are not given are not used."""
     whole = {
         path: part[path] if path in part else jax.numpy.zeros(array.shape, array.dtype)
         for path, array in like.items()
     }
     network = paged.steps.network
     params = {path: array for path, array in whole.items() if path in network.params}
-    return paged.weights(params, {p: a for p, a in whole.items() if p not in params})
+    return paged.separate_weights(params, {p: a for p, a in whole.items() if p not in params})
 
 
 def with_floats(
