@@ -224,7 +224,7 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
     _describe(folder / PROGRAM, request["metadata"])
 
 
-class Graph:
+class OnnxGraph:
     """The nodes of an ONNX graph while they are rewritten.
 
     Args:
@@ -325,7 +325,7 @@ def simplify(file: Path) -> None:
     options.optimized_model_filepath = str(file)
     onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
     model = onnx.load(file)
-    graph = Graph(model)
+    graph = OnnxGraph(model)
     _without_einsums(graph)
     _norms_into_convolutions(graph)
     _clips(graph)
@@ -339,7 +339,7 @@ def simplify(file: Path) -> None:
     onnx.save(model, file)
 
 
-def _without_einsums(graph: Graph) -> None:
+def _without_einsums(graph: OnnxGraph) -> None:
     nodes = []
     for node in graph.nodes:
         instead = _matmul(graph, node) if node.op_type == "Einsum" else None
@@ -350,7 +350,7 @@ def _without_einsums(graph: Graph) -> None:
     graph.index()
 
 
-def _matmul(graph: Graph, node: Any) -> list[Any] | None:
+def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
     """An einsum of two operands as nodes around one MatMul; None where it is none."""
     operands, out = node.attribute[0].s.decode().replace(" ", "").split("->")
     left, right = operands.split(",")
@@ -367,14 +367,14 @@ def _matmul(graph: Graph, node: Any) -> list[Any] | None:
     return _batched(graph, node.input, left, right, out, summed)
 
 
-def _dense(graph: Graph, x: str, weights: np.ndarray, before: int, summed: int) -> list[Any]:
+def _dense(graph: OnnxGraph, x: str, weights: np.ndarray, before: int, summed: int) -> list[Any]:
     """A product with weights [summed ..., outputs ...], the dims ``before`` of ``x`` kept as they are."""
     nodes: list[Any] = []
     if summed > 1:
         nodes.append(graph.node("Reshape", [x, graph.constant(np.array([0] * before + [-1]))]))
     matrix = weights.reshape(int(np.prod(weights.shape[:summed])), -1)
-    given = nodes[-1].output[0] if nodes else x
-    nodes.append(graph.node("MatMul", [given, graph.constant(matrix)]))
+    x = nodes[-1].output[0] if nodes else x
+    nodes.append(graph.node("MatMul", [x, graph.constant(matrix)]))
     if weights.ndim > summed + 1:
         shape = np.array([0] * before + list(weights.shape[summed:]))
         nodes.append(graph.node("Reshape", [nodes[-1].output[0], graph.constant(shape)]))
@@ -382,7 +382,7 @@ def _dense(graph: Graph, x: str, weights: np.ndarray, before: int, summed: int) 
 
 
 def _batched(
-    graph: Graph, names: Sequence[str], left: str, right: str, out: str, summed: str
+    graph: OnnxGraph, names: Sequence[str], left: str, right: str, out: str, summed: str
 ) -> list[Any] | None:
     """A product of two values over one dim, with common dims; the largest free dim of each is the matrix's, others are broadcast, and those of one entry left out."""
     sides = [(left, right, names[0]), (right, left, names[1])]
@@ -404,8 +404,8 @@ def _batched(
     nodes: list[Any] = []
 
     def add(kind: str, inputs: Sequence[str], axes: Sequence[int] = (), **more: Any) -> str:
-        given = [*inputs, graph.constant(np.array(axes))] if axes else inputs
-        nodes.append(graph.node(kind, given, **more))
+        inputs = [*inputs, graph.constant(np.array(axes))] if axes else inputs
+        nodes.append(graph.node(kind, inputs, **more))
         return nodes[-1].output[0]
 
     def turned(x: str, dims: Sequence[str], order: Sequence[str]) -> str:
@@ -430,7 +430,7 @@ def _batched(
     return nodes
 
 
-def _norms_into_convolutions(graph: Graph) -> None:
+def _norms_into_convolutions(graph: OnnxGraph) -> None:
     """Sums and products with a number for each channel that follow a convolution become its weights and bias."""
     for node in [node for node in graph.nodes if node.op_type == "Conv"]:
         weights = graph.value(node.input[1])
@@ -453,7 +453,7 @@ def _norms_into_convolutions(graph: Graph) -> None:
 
 
 def _by_channel(
-    graph: Graph, node: Any, name: str, weights: np.ndarray
+    graph: OnnxGraph, node: Any, name: str, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Factor and summand of each channel by which a node changes a convolution's output; None where it does something else."""
     if node.op_type not in ("Add", "Sub", "Mul", "Div"):
@@ -475,7 +475,7 @@ def _by_channel(
     }[node.op_type]
 
 
-def _clips(graph: Graph) -> None:
+def _clips(graph: OnnxGraph) -> None:
     """The larger of 0 and a value as Relu, with the smaller of a number and that as Clip."""
     for node in [node for node in graph.nodes if node.op_type == "Max"]:
         x, least = _with_number(graph, node)
@@ -499,7 +499,7 @@ def _clips(graph: Graph) -> None:
         graph.index()
 
 
-def _with_number(graph: Graph, node: Any) -> tuple[str | None, np.ndarray | None]:
+def _with_number(graph: OnnxGraph, node: Any) -> tuple[str | None, np.ndarray | None]:
     """The other input of a node that reads a single number, and the number."""
     for place in (0, 1):
         number = graph.value(node.input[place]) if len(node.input) == 2 else None
@@ -508,7 +508,7 @@ def _with_number(graph: Graph, node: Any) -> tuple[str | None, np.ndarray | None
     return None, None
 
 
-def _without_expands(graph: Graph) -> None:
+def _without_expands(graph: OnnxGraph) -> None:
     """Values that were given a shape already are not expanded to it."""
     for node in [node for node in graph.nodes if node.op_type == "Expand"]:
         before = graph.producers.get(node.input[0])
