@@ -22,10 +22,10 @@ import transformers
 import systolic
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.source import open_source
 from systolic.inference.model import prepare_model, set_up_here
-from systolic.job import AdapterKind, Layout, Optimizer, Precision
+from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
 from systolic.models.linear import Turned
+from systolic.quantizing.quantize import quantize
 from systolic.serving.facts import COMPILED
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
@@ -47,6 +47,7 @@ from systolic.serving.text.adapters import (
     AdapterRoom,
     AdapterSlots,
     adapter_contents,
+    fingerprints,
     other_weights,
     read_matrices,
     template_of,
@@ -251,10 +252,14 @@ def test_what_can_not_stand_side_by_side_is_refused(tmp_path: Path) -> None:
         read_matrices(folder, base, own)
 
 
-def _changed(folder: Path, tensors: Any, **fields: Any) -> None:
-    """Changes the description of a folder, and its tensors."""
+def _describe(folder: Path, **fields: Any) -> None:
     about = folder / "adapter_config.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | fields))
+
+
+def _changed(folder: Path, tensors: Any, **fields: Any) -> None:
+    """Changes the description of a folder, and its tensors."""
+    _describe(folder, **fields)
     weights = folder / "adapter_model.safetensors"
     arrays = tensors(safetensors.numpy.load_file(weights))
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
@@ -353,12 +358,12 @@ def test_a_reload_places_adapters_whose_files_are_others(tmp_path: Path) -> None
 def test_an_adapter_of_other_weights_is_told_and_a_base_that_moved_is_not(tmp_path: Path) -> None:
     base, twin = (base_of(tmp_path / name, "llama") for name in ("base", "twin"))
     folder = peft_folder(tmp_path / "peft", base, 1, 4, ["v_proj"])
-    own, copied = (open_source(path).fingerprint() for path in (base, twin))
+    own, copied = (fingerprints(path) for path in (base, twin))
     assert other_weights(folder, base, own) == other_weights(folder, twin, copied) == ""
     tensors = safetensors.numpy.load_file(base / "model.safetensors")
     tensors = {name: array + 1 for name, array in tensors.items()}
     safetensors.numpy.save_file(tensors, twin / "model.safetensors", {"format": "pt"})
-    told = other_weights(folder, twin, open_source(twin).fingerprint())
+    told = other_weights(folder, twin, fingerprints(twin))
     assert f"was trained on {base}, whose files are others than those of {twin}" in told
     shutil.rmtree(base)
     assert other_weights(folder, twin, copied) == ""
@@ -531,6 +536,23 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert float(drafts[-1]) > 0
         server.state.control = None
         assert "--model-control" in post("load", 403, "x", few)
+
+
+def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(tmp_path: Path) -> None:
+    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1))
+    quantize(base, tmp_path / "int8", to=MatrixFormat(format=WeightFormat.int8))
+    systolic.export(tmp_path / "int8", tmp_path / "restored")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    with opened(folder) as merged, merged.client() as client:
+        texts, scores = choices(client, "base")
+    with opened(tmp_path / "int8", adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(folder)}
+        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=1e-3))
+        assert choices(client, "base")[0] != texts
+    # An adapter of what the codes were made from is none of other weights.
+    _describe(folder, base_model_name_or_path=str(base))
+    assert other_weights(folder, tmp_path / "int8", fingerprints(tmp_path / "int8")) == ""
 
 
 def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> None:
