@@ -20,8 +20,8 @@ from systolic.formats.export import (
     ExportableRun,
     Exported,
     ExportSource,
+    kept_config,
     no_room,
-    origin_of,
     text_files,
 )
 from systolic.formats.hugging_face.writer import config_of
@@ -721,7 +721,7 @@ def export_peft(
         )
     base = known_base(job.start)
     adapters = outgoing_adapters(
-        job.model, job.adapter, run.weights.params, origin_of(run), base or str(path)
+        job.model, job.adapter, run.weights.params, kept_config(run.path), base or str(path)
     )
     with draft(out) as folder:
         folder.add(ADAPTERS, json.dumps(adapters.config, indent=2).encode())

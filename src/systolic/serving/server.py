@@ -460,6 +460,7 @@ def open_served(
             engines=engines,
             base=target.path,
             model=model.setup.job.model,
+            checkpoint=settings.checkpoint,
             trust=settings.trust,
             warn=log.warn,
             grace_seconds=settings.address.grace_seconds,
@@ -500,12 +501,6 @@ def opened(
         return model
     if not writes(model.setup.job):
         raise OptionError(f"{target.name} writes no text, and takes no --adapter; leave it out")
-    from systolic.formats.registry import in_files
-
-    if not in_files(target.path):
-        raise OptionError(
-            f"{target.path} is a run, and adapters stand beside a model in files; write it with systolic export {target.path} --to bundle, and serve that"
-        )
     from systolic.serving.text.adapters import AdapterRoom, read_matrices, with_room
 
     own = model.setup.job.model

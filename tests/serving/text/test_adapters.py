@@ -58,6 +58,7 @@ from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import Finish, SamplingParams, TextOutput, TextRequest
 from tests.formats import folders
 from tests.formats.test_peft import base_of
+from tests.runs import bundled
 from tests.serving.http.echo import EchoEngine
 from tests.serving.http.running import Running, running
 from tests.serving.test_serving import served
@@ -553,6 +554,22 @@ def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(tmp_p
     # An adapter of what the codes were made from is none of other weights.
     _describe(folder, base_model_name_or_path=str(base))
     assert other_weights(folder, tmp_path / "int8", fingerprints(tmp_path / "int8")) == ""
+
+
+def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
+    run = bundled.run("lm", tmp_path)
+    systolic.export(run, tmp_path / "folder")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "folder", 1, 2, "all-linear")
+    systolic.export(run, tmp_path / "bundle", to="bundle")
+    _describe(folder, base_model_name_or_path=str(tmp_path / "bundle"))
+    with opened(folder) as merged, merged.client() as client:
+        texts, scores = choices(client, "base")
+    with opened(run, adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(folder)}
+        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=2e-4))
+        assert choices(client, "base")[0] != texts
+    assert other_weights(folder, run, fingerprints(run)) == ""
 
 
 def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ are zero for a text, and so is (x A) B. One program runs for texts of any adapte
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ import numpy as np
 
 from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.data.text.chat import find_template
-from systolic.formats.bundle import BundleSource
+from systolic.formats.bundle import BundleSource, run_digest
 from systolic.formats.outline import contents_of
 from systolic.formats.registry import in_files, is_peft
 from systolic.formats.source import open_source
@@ -87,9 +87,11 @@ def adapter_contents(path: Path) -> str:
 
 
 def _of_peft(path: Path, base: Path, model: Model) -> Matrices:
+    from systolic.formats.export import kept_config
     from systolic.formats.peft import open_adapters
 
-    adapters = open_adapters(path, base, model, open_source(base).config)
+    config = open_source(base).config if in_files(base) else kept_config(base)
+    adapters = open_adapters(path, base, model, config)
     return {name: (pair.a, pair.b * adapters.scale) for name, pair in adapters.pairs.items()}
 
 
@@ -112,14 +114,16 @@ def _of_run(path: Path, base: Path, model: Model, *, trust: bool) -> Matrices:
     return {home: (arrays[f"{home}/{A}"], arrays[f"{home}/{B}"] * scale) for home in homes}
 
 
-def fingerprints(base: Path) -> Collection[str]:
-    """Fingerprints of a model's files, and of those that it was quantized or imported from."""
+def fingerprints(base: Path, checkpoint: str = "best") -> set[str]:
+    """Fingerprints of a model, and of what its files were quantized, imported or exported from; of a run's checkpoint that of its exports' origin."""
+    if not in_files(base):
+        return {run_digest(base, weights.step_of(base, checkpoint))}
     source = open_source(base)
     made_from = [source.bundle.record.source.digest] if isinstance(source, BundleSource) else []
     return {source.fingerprint(), *made_from}
 
 
-def other_weights(path: Path, base: Path, own: Collection[str]) -> str:
+def other_weights(path: Path, base: Path, own: set[str]) -> str:
     """Warning where an adapter began with other files than those that are served; empty where it did not, or where that is not known.
 
     Args:
@@ -132,14 +136,20 @@ def other_weights(path: Path, base: Path, own: Collection[str]) -> str:
 
         try:
             where = str(base_of(path))
-            known = open_source(where).fingerprint()
+            known = fingerprints(Path(where))
         except SystolicError:
             return ""  # Its base is not here.
     else:
         with Run.open(path) as run:
             start = read_record(run).start or {}
-        known, where = start.get("fingerprint") or "", str(start.get("path"))
-    if known in ("", *own):
+        where, begun = str(start.get("path")), start.get("fingerprint")
+        if not begun:
+            return ""
+        known = {begun}
+        with suppress(SystolicError):  # It is not here.
+            now = fingerprints(Path(where))
+            known |= now if begun in now else set()
+    if known & own:
         return ""
     return f"{path} was trained on {where}, whose files are others than those of {base}; where the weights are others too, its answers are wrong"
 
@@ -232,6 +242,8 @@ class AdapterSlots:
     engines: "Sequence[Engine]"
     base: Path
     model: Model
+    checkpoint: str = "best"
+    """Of a base that is a run."""
     trust: bool = False
     """Whether the recipe of a run may be executed."""
     warn: Callable[[str], None] = print
@@ -242,9 +254,9 @@ class AdapterSlots:
     """By number, from 1."""
 
     @cached_property
-    def fingerprints(self) -> Collection[str]:
+    def fingerprints(self) -> set[str]:
         """Fingerprints of the model that they stand beside."""
-        return fingerprints(self.base)
+        return fingerprints(self.base, self.checkpoint)
 
     def place(self, name: str, path: Path) -> "AdaptedEngine":
         """Reads an adapter, and puts it in a free place; nothing is compiled.
