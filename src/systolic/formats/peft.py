@@ -529,8 +529,9 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
             f"{inner.path} is quantized, and adapters are merged into matrices of floats; give the model that it was made from with --base"
         )
     own = open_adapters(folder, inner.path, inner.model, inner.config)
+    fields: dict[str, Any] = vars(own) | {"notes": (*inner.notes, *own.notes)}
     return PeftSource(
-        **(vars(own) | {"notes": (*inner.notes, *own.notes)}),
+        **fields,
         config=inner.config,
         kind="peft",
         licence=inner.licence,

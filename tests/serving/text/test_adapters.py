@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import systolic
-from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.errors import LayoutError, NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.inference.model import prepare_model, set_up_here
 from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
@@ -51,11 +51,15 @@ from systolic.serving.text.adapters import (
     other_weights,
     read_matrices,
     template_of,
+    with_adapters,
     with_room,
 )
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
+from systolic.serving.text.replicas import ReplicaPlacement
 from systolic.serving.text.request import Finish, SamplingParams, TextOutput, TextRequest
+from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
+from tests.cli.tiny import job
 from tests.formats import folders
 from tests.formats.test_peft import base_of
 from tests.runs import bundled
@@ -187,7 +191,7 @@ def roomy(
     """The base with room for adapters."""
     model = prepare_model(base, precision=precision)
     matrices = [read_matrices(path, base, model.setup.job.model) for path in paths]
-    return with_room(model, matrices, room, set_up_here, "base")
+    return with_room(model, set_up_here(with_adapters(model.setup.job, matrices, room, "base")))
 
 
 def slots_of(
@@ -242,7 +246,7 @@ def test_what_can_not_stand_side_by_side_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="2,000 adapters of rank 16 have 32,000 columns"):
         roomy(base, [folder], AdapterRoom(2000, 16))
     with pytest.raises(OptionError, match="base has adapters of its own"):
-        with_room(roomy(base, [folder], AdapterRoom(1)), [], AdapterRoom(1), set_up_here, "base")
+        with_adapters(roomy(base, [folder], AdapterRoom(1)).setup.job, [], AdapterRoom(1), "base")
     with pytest.raises(OptionError, match="is a whole model and holds no adapters"):
         read_matrices(base, base, own)
     weights = folder / "adapter_model.safetensors"
@@ -368,6 +372,30 @@ def test_an_adapter_of_other_weights_is_told_and_a_base_that_moved_is_not(tmp_pa
     assert f"was trained on {base}, whose files are others than those of {twin}" in told
     shutil.rmtree(base)
     assert other_weights(folder, twin, copied) == ""
+
+
+def test_the_choice_of_devices_counts_adapters() -> None:
+    own = job(model=SMALL, batch=2)
+
+    def held(count: int, rank: int) -> int:
+        placement = ReplicaPlacement(
+            layout=ServingLayout(),
+            sizes=replace(SIZES, adapters=count),
+            adapted=lambda job: with_adapters(job, [], AdapterRoom(count, rank), "base"),
+        )
+        return placement._need(own, "cpu", jax.devices(), 1).bytes
+
+    # Of two layers: query and out, key and value, gate, up and down; float32.
+    inputs_and_outputs = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 32))
+    assert held(3, 2) - held(2, 2) == 4 * 2 * inputs_and_outputs
+
+    def need(tensor: int) -> EngineNeed:
+        if tensor == 4:
+            raise LayoutError("copies of heads have no adapters")
+        return EngineNeed(bytes=100 // tensor, capacity_bytes=60)
+
+    wide = replace(SMALL, heads=4, kv_heads=2)
+    assert share(ServingLayout(), 4, wide, need).tensor == 2
 
 
 def test_an_adapter_has_the_template_that_it_keeps(tmp_path: Path) -> None:

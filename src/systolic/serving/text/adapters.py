@@ -169,26 +169,18 @@ class AdapterRoom(NamedTuple):
     """Whether they stand beside all matrices, or those of the adapters that are known."""
 
 
-def with_room(
-    model: PreparedModel,
-    adapters: Sequence[Matrices],
-    room: AdapterRoom,
-    again: Callable[[Job], "Setup"],
-    name: str,
-) -> PreparedModel:
-    """A model with zeros where adapters will be, side by side.
+def with_adapters(job: Job, adapters: Sequence[Matrices], room: AdapterRoom, name: str) -> Job:
+    """The job of a model with adapters side by side.
 
     Args:
-        model: Without any.
+        job: Without any.
         adapters: Those that are known.
         room: For these, and others.
-        again: Sets a job up on the same devices.
         name: Of the model, for messages.
 
     Raises:
         OptionError: the model has adapters of its own, or an adapter has a larger rank.
     """
-    job = model.setup.job
     if job.adapter:
         raise OptionError(
             f"{name} has adapters of its own, and others stand beside a model without; write it merged with systolic export --to bundle, and serve that"
@@ -208,7 +200,11 @@ def with_room(
     names = {path.rpartition("/")[2] for matrices in adapters for path in matrices}
     targets = () if every else tuple(sorted(names))
     adapter = Adapter(kind=AdapterKind.lora, rank=total, alpha=float(total), targets=targets)
-    setup = again(replace(job, adapter=adapter))
+    return replace(job, adapter=adapter)
+
+
+def with_room(model: PreparedModel, setup: "Setup") -> PreparedModel:
+    """A model with zeros where adapters will be; ``setup`` is of its job :func:`with_adapters`."""
 
     def read() -> weights.Weights:
         import jax.numpy as jnp
@@ -243,7 +239,7 @@ class AdapterSlots:
     base: Path
     model: Model
     checkpoint: str = "best"
-    """Of a base that is a run."""
+    """Checkpoint of a base that is a run."""
     trust: bool = False
     """Whether the recipe of a run may be executed."""
     warn: Callable[[str], None] = print
