@@ -453,8 +453,13 @@ def test_adapters_come_and_go_with_their_model() -> None:
     registry.put(adapted("w"))
     registry.swap(model("x", "z"), 0.0)
     assert [served.name for served in registry.newest()] == ["base", "x", "z"]
-    registry.retire("base", 1, 0.0)
-    assert registry.newest() == []
+    registry.put(ServedText(name="other", engine=engine, tokenizer=tokenizer))
+    registry.swap(model("x"), 0.0)
+    assert [served.name for served in registry.newest()] == ["base", "x", "other"]
+    with registry.use("x"):  # The engine ends after a request that holds an adapter.
+        assert not registry.swap(model("x"), 0.0)
+    assert registry.retire("base", 1, 0.0)
+    assert [served.name for served in registry.newest()] == ["other"]
 
 
 @contextmanager
@@ -505,8 +510,9 @@ def check_names_that_are_not_served(
     for name in ("gone", "failed"):
         assert "is a model that is not loaded now" in post("load", 400, name, folder)
     state.failures.clear()
-    state.adapters["lost"] = folder.with_name("lost")
+    state.adapters["lost"], state.failures["lost", 1] = folder.with_name("lost"), "it has gone"
     post("unload", 200, "lost")
+    assert state.failures == {}
     assert "there is no model 'lost'" in post("unload", 404, "lost")
 
 
@@ -550,7 +556,9 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "is no name for a model" in post("load", 400, "a b", many)
         assert "lora_path is missing" in post("load", 400, "z")
         # Pages that were read for the first version of x answer for the second in nothing.
+        server.state.failures["x", 1] = "its newer files were damaged"
         post("load", 200, "x", many, load_inplace=True)
+        assert server.state.failures == {}
         assert choices(client, "x") == expected["many"]
         post("unload", 200, "x")
         assert listed() == {"base": None, "org/y": "base"}
