@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.job import Adapter, AdapterKind, Job, Layout, Remat
+from systolic.formats.matrices import matrices_of_model, whole
+from systolic.job import Adapter, AdapterKind, Job, Layout, Remat, WeightFormat
 from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.quantized.codes import quantized
@@ -125,6 +126,42 @@ def test_four_bits_restore_as_the_library_does() -> None:
     error = np.abs(made.restored() - value).reshape(3, 2, 64, 16)
     most = np.abs(value).reshape(3, 2, 64, 16).max(axis=2, keepdims=True)
     assert np.all(error <= 0.1520 * most)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8", "w8a8"])
+def test_beside_quantized_matrices_the_model_is_that_of_the_restored_ones_merged(kind: str) -> None:
+    plain = steps_of(tiny.job(layout=ONE))
+    formats = whole(tiny.MODEL, WeightFormat(kind))
+    steps = steps_of(replace(adapted(), quantization=formats))
+    rng, known = np.random.default_rng(0), matrices_of_model(tiny.MODEL)
+    floats = {p: 0.2 * rng.normal(size=a.shape) for p, a in plain.network.params.items()}
+    frozen = {path: jnp.asarray(array, jnp.float32) for path, array in floats.items()}
+    held = dict(frozen)
+    for path, how in formats.by_path().items():
+        codes = quantized(held.pop(path), known[path].inputs, how)
+        frozen[path] = codes.restored(jnp.float32)
+        held |= {f"{path}/codes": codes.codes, f"{path}/scales": codes.scales}
+        if kind == "w8a8" and how.format.activations:
+            held[f"{path}/inputs"] = jnp.ones(known[path].factors_shape, codes.scales.dtype)
+    network = steps.network
+    params = {p: 0.1 * rng.normal(size=a.shape) for p, a in network.params.items()}
+    params = {path: jnp.asarray(array, jnp.float32) for path, array in params.items()}
+    state = {
+        p: held[p.removesuffix("/base")].astype(a.dtype) for p, a in network.model_state.items()
+    }
+    batch = tiny.batch(steps, 0)
+    found, base = (
+        np.asarray(jax.jit(steps.predict)(own, state, batch)["nats"])
+        for own in (params, {path: 0 * array for path, array in params.items()})
+    )
+    beside = {
+        path if f"{path}/lora_a" not in params else f"{path}/base": a for path, a in frozen.items()
+    }
+    expected = jax.jit(plain.predict)(merged(params, beside, LORA), {}, batch)["nats"]
+    # In w8a8 activations are rounded too, and those of the reference are not.
+    rounding = 0.1 if kind == "w8a8" else 1e-4
+    np.testing.assert_allclose(found, expected, atol=rounding)
+    assert np.abs(found - base).max() > 10 * rounding
 
 
 def test_flops_leave_out_gradients_of_frozen_weights() -> None:

@@ -24,7 +24,7 @@ from systolic.formats.export import (
     Exported,
     ExportSource,
     compared,
-    origin_of,
+    kept_config,
     text_files,
 )
 from systolic.formats.hugging_face.writer import config_of, with_text
@@ -347,7 +347,7 @@ def export_bundle(
     about = _about(run)
     weights = run.plain_weights
     specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
-    config, files = _text(run, origin_of(run), text_files(run.job.data))
+    config, files = _text(run, kept_config(run.path), text_files(run.job.data))
     with draft(out) as bundle:
         for name, content in files.items():
             bundle.add(name, content)
@@ -374,12 +374,18 @@ def _text(
     return with_text(config, files, job.data) if config else ({}, files)
 
 
+def run_digest(path: Path, step: int) -> str:
+    """Digest of a run and a step of it, which a Bundle of it has as its origin's."""
+    with Run.open(path) as run:
+        return digest({"job": run.read_job(), "step": step})
+
+
 def _about(model: ExportableRun) -> dict[str, Any]:
     """Fields of bundle.json about a run."""
     from systolic import __version__
 
     with Run.open(model.path) as run:
-        begun, record = run.read_job(), read_record(run)
+        record = read_record(run)
     own, types = write_job(model.job, model.path)
     return {
         "systolic": __version__,
@@ -387,7 +393,7 @@ def _about(model: ExportableRun) -> dict[str, Any]:
         "source": ImportedFrom(
             kind="run",
             name=model.path.resolve().name,
-            digest=digest({"job": begun, "step": model.step}),
+            digest=run_digest(model.path, model.step),
             licence=_licence(record),
         ),
         "job": own,

@@ -197,7 +197,7 @@ def file_payload(source: Source) -> ExportPayload:
 def _run_payload(run: ExportableRun) -> ExportPayload:
     from systolic.formats.hugging_face.writer import outgoing_model, with_text
 
-    weights = outgoing_model(run.job.model, run.plain_weights, origin_of(run))
+    weights = outgoing_model(run.job.model, run.plain_weights, kept_config(run.path))
     data, files, starts = run.job.data, text_files(run.job.data), None
     reads_bytes = isinstance(data, TextData) and data.get_tokenizer().file() is None
     if isinstance(run.job.model, PICTURED):
@@ -212,9 +212,9 @@ def _run_payload(run: ExportableRun) -> ExportPayload:
     return ExportPayload(model=weights, files=files, starts=starts, reads_bytes=reads_bytes)
 
 
-def origin_of(run: ExportableRun) -> Config:
+def kept_config(run: Path) -> Config:
     """The config.json of the model that a run began with; {} where it began with none."""
-    kept = run.path / TOKENIZER / CONFIG
+    kept = run / TOKENIZER / CONFIG
     return read_config(kept) if kept.is_file() else {}
 
 

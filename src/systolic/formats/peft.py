@@ -20,8 +20,8 @@ from systolic.formats.export import (
     ExportableRun,
     Exported,
     ExportSource,
+    kept_config,
     no_room,
-    origin_of,
     text_files,
 )
 from systolic.formats.hugging_face.writer import config_of
@@ -205,11 +205,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """An adapter_config.json of low-rank adapters and nothing else, with PEFT's own rank and alpha where it names none, and notes of these.
+    """The adapter_config.json of a folder with low-rank adapters and nothing else, with PEFT's own rank and alpha where it names none, and notes of these.
 
     Raises:
         OptionError: it asks for more; names the field.
         DataError: its rank or alpha is no number.
+        NotFoundError: the folder has no weights that are read.
     """
     config = _config(folder)
     if config.get("peft_type") != "LORA":
@@ -233,6 +234,11 @@ def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise DataError(f"{name} in {folder / ADAPTERS} is {value!r}; it is a number above 0")
+    if not (folder / WEIGHTS).is_file():
+        why = f"no {WEIGHTS}"
+        if (folder / PICKLED).is_file():
+            why = f"its weights in {PICKLED}, which is not read (it may execute code)"
+        raise NotFoundError(f"{folder} has {why}; save it with PEFT's save_pretrained")
     return config, tuple(
         f"{folder / ADAPTERS} has no {name}; PEFT's own is taken, {value}"
         for name, value in lacking.items()
@@ -277,6 +283,11 @@ def _takes(about: Mapping[str, Any], module: str) -> bool:
     return bool(match) and int(match[1]) in (layers if isinstance(layers, list) else [layers])
 
 
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
 def _taken(
     folder: Path, about: Mapping[str, Any], tensors: dict[str, MappedTensor]
 ) -> tuple[dict[str, MappedTensor], tuple[str, ...]]:
@@ -291,23 +302,27 @@ def _taken(
     if not left:
         return taken, ()
     fields = [field for field in ("target_modules", "exclude_modules", "layers_to_transform") if about.get(field) not in (None, [])]  # fmt: skip
-    more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-    warning = f"{folder / ADAPTERS} leaves out adapters that {WEIGHTS} has, by its {' and '.join(fields)}: {', '.join(left[:SHOWN])}{more}"
+    warning = f"{folder / ADAPTERS} leaves out adapters that {WEIGHTS} has, by its {' and '.join(fields)}: {_first_of(left)}"
     if not taken:
         raise DataError(f"{warning}, which are all; correct it, or copy the folder again")
     return taken, (f"{warning}; they are not read, as PEFT does not",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeftSource(Source):
-    """A model with PEFT's adapters merged into its matrices, which are read when they are asked for."""
+class PeftAdapters:
+    """PEFT's adapters of a model, which are read when they are asked for."""
 
-    base: Source
+    path: Path
+    model: Model
+    beside: Path
+    """The model that they stand beside."""
     homes: Sequence[Home]
     adapters: Mapping[str, MappedTensor]
     """Tensors by their names in the file."""
     about: Mapping[str, Any]
     """Fields of adapter_config.json."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the files."""
 
     @property
     def scale(self) -> float:
@@ -342,7 +357,7 @@ class PeftSource(Source):
         wanted = (rank, len(home.inputs)), (home.num_outputs, rank)
         if (down.shape, up.shape) != wanted:
             raise DataError(
-                f"the adapter of {module} in {self.path} is {down.shape} and {up.shape}, and the model takes {wanted[0]} and {wanted[1]}; it belongs to another model than {self.base.path}"
+                f"the adapter of {module} in {self.path} is {down.shape} and {up.shape}, and the model takes {wanted[0]} and {wanted[1]}; it belongs to another model than {self.beside}"
             )
         kept = float(_matching(self.about.get("rank_pattern") or {}, module, self.about["r"]))
         alpha = _matching(self.about.get("alpha_pattern") or {}, module, self.about["lora_alpha"])
@@ -402,6 +417,13 @@ class PeftSource(Source):
             targets=() if names == every else tuple(sorted(names)),
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class PeftSource(PeftAdapters, Source):
+    """A model with PEFT's adapters merged into its matrices, which are read when they are asked for."""
+
+    base: Source
+
     @property
     def dtype(self) -> str:
         """See :class:`Source`."""
@@ -459,36 +481,13 @@ class PeftSource(Source):
 
     def fingerprint(self) -> str:
         """See :class:`Source`."""
-        own = of_files(self.path, [self.path / ADAPTERS, self.path / WEIGHTS])
-        assert own is not None
-        return digest({"base": self.base.fingerprint(), "adapters": own.digest})
-
-    def weights(self) -> "MergedWeights":
-        """Its weights by path, made when they are asked for."""
-        return MergedWeights(self)
+        return digest({"base": self.base.fingerprint(), "adapters": adapters_digest(self.path)})
 
 
-class MergedWeights(Mapping[str, Any]):
-    """Weights of a source by path, read whole when they are asked for."""
-
-    def __init__(self, source: PeftSource) -> None:
-        self._source, self._paths = source, list(source.dtypes())
-        self._shapes = {p: s.shape for p, s in structure_of(source.model).params.items()}
-        self._last: dict[str, np.ndarray] = {}
-        """The matrix that was asked for last: it is asked for layer by layer."""
-
-    def __getitem__(self, path: str) -> np.ndarray:
-        if path not in self._last:
-            rows = list(self._source.pieces(path))
-            flat = np.concatenate([np.asarray(row).reshape(-1) for row in rows])
-            self._last = {path: flat.reshape(self._shapes[path])}
-        return self._last[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+def adapters_digest(folder: Path) -> str:
+    """Fingerprint of the adapters of a folder of PEFT; empty where its files are missing."""
+    own = of_files(folder, [folder / ADAPTERS, folder / WEIGHTS])
+    return "" if own is None else own.digest
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -519,33 +518,45 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
         folder: With adapter_config.json and adapter_model.safetensors.
         base: The base, in place of the one that it names.
 
-    Raises:
-        NotFoundError: a file or the base is missing.
-        OptionError: it holds more than low-rank adapters, or adapters of matrices that take none here.
-        DataError: a file is damaged.
+    Raises: as :func:`open_adapters`, and
+        NotFoundError: the base is missing.
+        OptionError: the base is quantized.
     """
-    about, notes = _checked(folder)
-    if not (folder / WEIGHTS).is_file():
-        why = (
-            f"its weights in {PICKLED}, which is not read (it may execute code)"
-            if (folder / PICKLED).is_file()
-            else f"no {WEIGHTS}"
-        )
-        raise NotFoundError(f"{folder} has {why}; save it with PEFT's save_pretrained")
+    _checked(folder)  # What it is comes before where its base is.
     inner = open_source(base_of(folder, base))
     if inner.quantization:
         raise OptionError(
             f"{inner.path} is quantized, and adapters are merged into matrices of floats; give the model that it was made from with --base"
         )
-    config = config_of(inner.model, inner.config)
-    homes = homes_of(inner.model, config, str(inner.path))
+    own = open_adapters(folder, inner.path, inner.model, inner.config)
+    fields: dict[str, Any] = vars(own) | {"notes": (*inner.notes, *own.notes)}
+    return PeftSource(
+        **fields,
+        config=inner.config,
+        kind="peft",
+        licence=inner.licence,
+        base=inner,
+    )
+
+
+def open_adapters(
+    folder: Path, beside: Path, model: Model, config: Mapping[str, Any]
+) -> PeftAdapters:
+    """The adapters of a folder of PEFT ``beside`` a model with the fields of its config.json; reads descriptions only.
+
+    Raises:
+        NotFoundError: a file is missing.
+        OptionError: it holds more than low-rank adapters, or adapters of matrices that take none here.
+        DataError: a file is damaged.
+    """
+    about, notes = _checked(folder)
+    homes = homes_of(model, config_of(model, config), str(beside))
     tensors = read_header(folder / WEIGHTS)[0]
-    modules = [home.module(place) for home in homes for place in home.rule.places()]
-    known = {f"{PREFIX}{module}{end}" for module in modules for end in (DOWN, UP)}
+    modules = [f"{PREFIX}{home.module(at)}" for home in homes for at in home.rule.places()]
+    known = {module + end for module in modules for end in (DOWN, UP)}
     if unknown := sorted(set(tensors) - known):
-        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise OptionError(
-            f"{folder} has adapters that {inner.path} takes none for here: {', '.join(unknown[:SHOWN])}{more}; known are those of {', '.join(dict.fromkeys(home.target for home in homes))}: merge it with PEFT (merge_and_unload) and give the merged model"
+            f"{folder} has adapters that {beside} takes none for here: {_first_of(unknown)}; known are those of {', '.join(dict.fromkeys(home.target for home in homes))}: merge it with PEFT (merge_and_unload) and give the merged model"
         )
     halves = {name.removesuffix(DOWN).removesuffix(UP) for name in tensors}
     if lone := sorted(half for half in halves if not {half + DOWN, half + UP} <= set(tensors)):
@@ -553,17 +564,14 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
     if not tensors:
         raise DataError(f"{folder / WEIGHTS} has no adapters; save it again")
     tensors, unread = _taken(folder, about, dict(tensors))
-    return PeftSource(
+    return PeftAdapters(
         path=folder,
-        model=inner.model,
-        config=inner.config,
-        kind="peft",
-        licence=inner.licence,
-        notes=(*inner.notes, *notes, *unread),
-        base=inner,
+        model=model,
+        beside=beside,
         homes=homes,
         adapters=tensors,
         about=about,
+        notes=(*notes, *unread),
     )
 
 
@@ -714,7 +722,7 @@ def export_peft(
         )
     base = known_base(job.start)
     adapters = outgoing_adapters(
-        job.model, job.adapter, run.weights.params, origin_of(run), base or str(path)
+        job.model, job.adapter, run.weights.params, kept_config(run.path), base or str(path)
     )
     with draft(out) as folder:
         folder.add(ADAPTERS, json.dumps(adapters.config, indent=2).encode())

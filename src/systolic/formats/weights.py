@@ -145,6 +145,29 @@ def weights_of(source: Source, steps: StepFunctions) -> Weights:
     return Weights(step=0, params=params, model_state=rest, skipped=[])
 
 
+class SourceWeights(Mapping[str, Any]):
+    """Weights of a source by path, read whole when they are asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._paths = source, list(source.dtypes())
+        self._shapes = {p: s.shape for p, s in structure_of(source.model).params.items()}
+        self._last: dict[str, np.ndarray] = {}
+        """The matrix that was asked for last: it is asked for layer by layer."""
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        if path not in self._last:
+            rows = list(self._source.pieces(path))
+            flat = np.concatenate([np.asarray(row).reshape(-1) for row in rows])
+            self._last = {path: flat.reshape(self._shapes[path])}
+        return self._last[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartOrigin:
     """Origin of a job's initial weights, as its run records it."""

@@ -58,26 +58,22 @@ class AdaptedWeight(nnx.Module):
 
     def __init__(
         self,
-        base: nnx.Variable | tuple[nnx.Variable, nnx.Variable],
+        base: Mapping[str, nnx.Variable],
         a: nnx.Param,
         b: nnx.Param,
         scale: float,
     ) -> None:
-        if isinstance(base, tuple):
-            self.codes, self.scales = base
-        else:
-            self.base = base
-        self.compact = isinstance(base, tuple)
+        """A matrix under :data:`BASE`, or codes, scales and maybe factors of inputs under their names."""
+        for name, part in base.items():
+            setattr(self, name, part)
+        self.parts = tuple(base)
         self.lora_a, self.lora_b, self.scale = a, b, scale
 
     def __getitem__(self, key: Any) -> LowRank:
         """The matrix with its adapter; takes ``...`` alone."""
         assert key is Ellipsis
-        base = (
-            Quantized(codes=self.codes[...], scales=self.scales[...])
-            if self.compact
-            else self.base[...]
-        )
+        parts = {name: getattr(self, name)[...] for name in self.parts}
+        base = parts[BASE] if BASE in parts else Quantized(**parts)
         return LowRank(base, self.lora_a[...], self.lora_b[...], self.scale, _KEPT.get())
 
 
@@ -123,12 +119,12 @@ def _adapted(
         rngs.params(), (*stack, *in_dims, adapter.rank), jnp.float32, -reach, reach
     )
     up = jnp.zeros((*stack, adapter.rank, *out_dims), jnp.float32)
-    base: Any = Frozen(value, out_sharding=axes)
+    base = {BASE: value}
     if adapter.kind is AdapterKind.qlora:
         compact = compact_base(value, axes)
-        base = (Frozen(compact.codes, out_sharding=axes), Frozen(compact.scales, out_sharding=axes))
+        base = {CODES: compact.codes, SCALES: compact.scales}
     return AdaptedWeight(
-        base,
+        {name: Frozen(part, out_sharding=axes) for name, part in base.items()},
         nnx.Param(down, out_sharding=(*axes[:inputs], None)),
         nnx.Param(up, out_sharding=(*axes[:outer], None, *axes[inputs:])),
         adapter.scale,

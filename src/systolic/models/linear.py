@@ -391,7 +391,7 @@ def _with_frozen(
     heads: bool,
 ) -> jax.Array:
     """Product with a frozen matrix, which has no gradient."""
-    if not isinstance(base, Quantized):
+    if target.serves or not isinstance(base, Quantized) or base.inputs is not None:
         return product(target, spec, x, base, rounding, heads=heads)
 
     def restored(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:

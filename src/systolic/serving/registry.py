@@ -167,7 +167,8 @@ class ServedBatch(ModelVersion):
 Served = ServedText | ServedBatch
 
 
-def _adapters(served: Served) -> Sequence[ServedText]:
+def adapters_of(served: Served) -> Sequence[ServedText]:
+    """Adapters that a model was opened with."""
     return served.adapters if isinstance(served, ServedText) else ()
 
 
@@ -220,7 +221,7 @@ class ModelRegistry:
                     f"version {served.version} of {served.name} is served; give another version"
                 )
             versions[served.version] = _ServedModel(served=served)
-            for adapter in _adapters(served):
+            for adapter in adapters_of(served):
                 self.put(adapter)
 
     def retire(self, name: str, version: int, seconds: float) -> bool:
@@ -233,21 +234,17 @@ class ModelRegistry:
             NotFoundError: there is no such model.
         """
         with self._changed:
-            place = self._place(name, version)
-            self._take_out_adapters(place.served)
-            self._take_out(place.served)
-        return self._end(place, seconds)
+            places = self._take_out(self._place(name, version).served, ())
+        return self._end(places, seconds)
 
-    def _take_out_adapters(self, served: Served) -> None:
-        """Takes the adapters of a model out, those that clients loaded included."""
-        for own in self.everything():
-            if (own.base, own.version) == served.key:
-                self._take_out(own)
-
-    def _take_out(self, served: Served) -> None:
-        del self._places[served.name][served.version]
-        if not self._places[served.name]:
-            del self._places[served.name]
+    def _take_out(self, served: Served, others: Sequence[Served]) -> list[_ServedModel]:
+        """Takes out a model, and its adapters, those that clients loaded included; puts others in, which keep the order of names."""
+        adapters = [own for own in self.everything() if (own.base, own.version) == served.key]
+        places = [self._places[own.name].pop(own.version) for own in (served, *adapters)]
+        for other in others:
+            self._places.setdefault(other.name, {})[other.version] = _ServedModel(served=other)
+        self._places = {name: versions for name, versions in self._places.items() if versions}
+        return places
 
     def swap(self, served: Served, seconds: float) -> bool:
         """Puts a started model in the place of the one of its name and version: new requests go to it at once.
@@ -260,16 +257,17 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(served.name, served.version)
-            self._take_out_adapters(place.served)
-            for own in (served, *_adapters(served)):
-                self._places.setdefault(own.name, {})[own.version] = _ServedModel(served=own)
-        return self._end(place, seconds)
+            places = self._take_out(place.served, (served, *adapters_of(served)))
+        return self._end(places, seconds)
 
-    def _end(self, place: _ServedModel, seconds: float) -> bool:
+    def _end(self, places: Sequence[_ServedModel], seconds: float) -> bool:
+        """Ends a model, the first, when no request uses it or its adapters."""
         end = time.monotonic() + seconds
         with self._changed:
-            idle = self._changed.wait_for(lambda: not place.users, timeout=seconds)
-        return place.served.drain(max(end - time.monotonic(), 0.0)) and idle
+            idle = self._changed.wait_for(
+                lambda: not any(place.users for place in places), timeout=seconds
+            )
+        return places[0].served.drain(max(end - time.monotonic(), 0.0)) and idle
 
     @contextmanager
     def use(self, name: str, version: int | None = None) -> Generator[Served]:

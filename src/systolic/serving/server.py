@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,7 @@ from systolic.inference.model import (
     prepare_model,
     set_up_here,
 )
-from systolic.job import Job, Precision
+from systolic.job import Job, Model, Precision
 from systolic.recipes.jobs.run import check_folder
 from systolic.serving.batch.buckets import BatchOptions
 from systolic.serving.http.keys import HttpLimits
@@ -425,11 +425,10 @@ def open_served(
     """
     from systolic.serving.http.metrics import layout_writer
     from systolic.serving.registry import ServedText
-    from systolic.serving.text.replicas import ReplicaPlacement
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
-    write_layout = layout_writer(target.name, log)
-    placement = ReplicaPlacement(layout=settings.layout, sizes=settings.sizes, report=write_layout)
+    placement = _placement(target, settings)
+    placement.report = layout_writer(target.name, log)
     model = opened(target, settings, placement, 0, log.warn)
     settings = expecting(settings, target.name, model.setup.job)
     if not writes(model.setup.job):
@@ -460,6 +459,7 @@ def open_served(
             engines=engines,
             base=target.path,
             model=model.setup.job.model,
+            checkpoint=settings.checkpoint,
             trust=settings.trust,
             warn=log.warn,
             grace_seconds=settings.address.grace_seconds,
@@ -500,21 +500,32 @@ def opened(
         return model
     if not writes(model.setup.job):
         raise OptionError(f"{target.name} writes no text, and takes no --adapter; leave it out")
-    from systolic.formats.registry import in_files
+    from systolic.serving.text.adapters import with_room
 
-    if not in_files(target.path):
-        raise OptionError(
-            f"{target.path} is a run, and adapters stand beside a model in files; write it with systolic export {target.path} --to bundle, and serve that"
-        )
-    from systolic.serving.text.adapters import AdapterRoom, read_matrices, with_room
+    return with_room(model, again(placement.adapted(model.setup.job)))
 
-    own = model.setup.job.model
-    matrices = [
-        read_matrices(adapter.path, target.path, own, trust=settings.trust)
-        for adapter in settings.adapters.targets
-    ]
-    room = AdapterRoom(settings.sizes.adapters, settings.adapters.rank, settings.adapters.room > 0)
-    return with_room(model, matrices, room, again, target.name)
+
+def _placement(target: ServeTarget, settings: ServeSettings) -> "ReplicaPlacement":
+    """Devices of a model's engines, with its adapters."""
+    from systolic.serving.text.replicas import ReplicaPlacement
+
+    placement = ReplicaPlacement(layout=settings.layout, sizes=settings.sizes)
+    if not settings.sizes.adapters:
+        return placement
+    from systolic.serving.text.adapters import AdapterRoom, Matrices, read_matrices, with_adapters
+
+    own = settings.adapters
+    room = AdapterRoom(settings.sizes.adapters, own.rank, own.room > 0)
+
+    @cache
+    def matrices(model: Model) -> list[Matrices]:
+        return [
+            read_matrices(adapter.path, target.path, model, trust=settings.trust)
+            for adapter in own.targets
+        ]
+
+    placement.adapted = lambda job: with_adapters(job, matrices(job.model), room, target.name)
+    return placement
 
 
 def _engine(
@@ -685,10 +696,7 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
 
 def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
     """Programs of the first of a model's engines."""
-    from systolic.serving.text.replicas import ReplicaPlacement
-
-    placement = ReplicaPlacement(layout=settings.layout, sizes=settings.sizes)
-    return opened(target, settings, placement, 0, lambda _: None).setup.steps
+    return opened(target, settings, _placement(target, settings), 0, lambda _: None).setup.steps
 
 
 def _of_batches(

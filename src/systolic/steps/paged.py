@@ -637,7 +637,8 @@ class PagedSteps:
         network = self.steps.network
         a, b = (network.params[f"{home}/{which}"].ndim for which in (A, B))
         # Of A and B together only the dims of the stack are there twice, beside both ranks.
-        stacked = a + b - 2 - network.model_state[f"{home}/{BASE}"].ndim
+        base = next(p for p in (BASE, CODES) if f"{home}/{p}" in network.model_state)
+        stacked = a + b - 2 - network.model_state[f"{home}/{base}"].ndim
         return a - 1 if name == A else stacked
 
     def placed(

@@ -143,9 +143,9 @@ def _tensor(
     for ways in range(1, room + 1):
         try:
             check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=layout.expert))
+            needs[ways] = need(ways)
         except LayoutError:
             continue
-        needs[ways] = need(ways)
         if needs[1].fits:
             return 1, f"{_of(needs[1])} fit on one device"
     if not needs:

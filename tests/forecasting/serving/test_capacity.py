@@ -98,9 +98,11 @@ def test_adapters_side_by_side_take_memory_and_are_read_in_every_step(capsys) ->
     assert main(["forecast", "--serve", *words, "--adapters=8", "--rank=16"]) == 0
     shown = re.findall(r"adapters +(\S+) (\S+) +(.*)", capsys.readouterr().out)
     assert shown == [("512.0", "KiB", "all read in every step")]
-    assert main(["forecast", "--serve", *words, "--adapters=8", "--weights=int8"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "is quantized, and --adapters stand beside matrices of floats" in error
+    coded = ["--adapters=8", "--weights=int8", "--json"]
+    assert main(["forecast", "--serve", *words, *coded]) == 0
+    beside_codes = json.loads(capsys.readouterr().out)["memory"]
+    assert beside_codes["adapters_bytes"] == size
+    assert beside_codes["weights_bytes"] < memory["weights_bytes"]
 
 
 @pytest.mark.slow

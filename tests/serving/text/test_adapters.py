@@ -20,12 +20,12 @@ import torch
 import transformers
 
 import systolic
-from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.errors import LayoutError, NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.source import open_source
 from systolic.inference.model import prepare_model, set_up_here
-from systolic.job import AdapterKind, Layout, Optimizer, Precision
+from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
 from systolic.models.linear import Turned
+from systolic.quantizing.quantize import quantize
 from systolic.serving.facts import COMPILED
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
@@ -47,16 +47,22 @@ from systolic.serving.text.adapters import (
     AdapterRoom,
     AdapterSlots,
     adapter_contents,
+    fingerprints,
     other_weights,
     read_matrices,
     template_of,
+    with_adapters,
     with_room,
 )
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
+from systolic.serving.text.replicas import ReplicaPlacement
 from systolic.serving.text.request import Finish, SamplingParams, TextOutput, TextRequest
+from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
+from tests.cli.tiny import job
 from tests.formats import folders
 from tests.formats.test_peft import base_of
+from tests.runs import bundled
 from tests.serving.http.echo import EchoEngine
 from tests.serving.http.running import Running, running
 from tests.serving.test_serving import served
@@ -185,7 +191,7 @@ def roomy(
     """The base with room for adapters."""
     model = prepare_model(base, precision=precision)
     matrices = [read_matrices(path, base, model.setup.job.model) for path in paths]
-    return with_room(model, matrices, room, set_up_here, "base")
+    return with_room(model, set_up_here(with_adapters(model.setup.job, matrices, room, "base")))
 
 
 def slots_of(
@@ -240,7 +246,7 @@ def test_what_can_not_stand_side_by_side_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="2,000 adapters of rank 16 have 32,000 columns"):
         roomy(base, [folder], AdapterRoom(2000, 16))
     with pytest.raises(OptionError, match="base has adapters of its own"):
-        with_room(roomy(base, [folder], AdapterRoom(1)), [], AdapterRoom(1), set_up_here, "base")
+        with_adapters(roomy(base, [folder], AdapterRoom(1)).setup.job, [], AdapterRoom(1), "base")
     with pytest.raises(OptionError, match="is a whole model and holds no adapters"):
         read_matrices(base, base, own)
     weights = folder / "adapter_model.safetensors"
@@ -251,10 +257,14 @@ def test_what_can_not_stand_side_by_side_is_refused(tmp_path: Path) -> None:
         read_matrices(folder, base, own)
 
 
-def _changed(folder: Path, tensors: Any, **fields: Any) -> None:
-    """Changes the description of a folder, and its tensors."""
+def _describe(folder: Path, **fields: Any) -> None:
     about = folder / "adapter_config.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | fields))
+
+
+def _changed(folder: Path, tensors: Any, **fields: Any) -> None:
+    """Changes the description of a folder, and its tensors."""
+    _describe(folder, **fields)
     weights = folder / "adapter_model.safetensors"
     arrays = tensors(safetensors.numpy.load_file(weights))
     safetensors.numpy.save_file(arrays, weights, {"format": "pt"})
@@ -353,15 +363,39 @@ def test_a_reload_places_adapters_whose_files_are_others(tmp_path: Path) -> None
 def test_an_adapter_of_other_weights_is_told_and_a_base_that_moved_is_not(tmp_path: Path) -> None:
     base, twin = (base_of(tmp_path / name, "llama") for name in ("base", "twin"))
     folder = peft_folder(tmp_path / "peft", base, 1, 4, ["v_proj"])
-    own, copied = (open_source(path).fingerprint() for path in (base, twin))
+    own, copied = (fingerprints(path) for path in (base, twin))
     assert other_weights(folder, base, own) == other_weights(folder, twin, copied) == ""
     tensors = safetensors.numpy.load_file(base / "model.safetensors")
     tensors = {name: array + 1 for name, array in tensors.items()}
     safetensors.numpy.save_file(tensors, twin / "model.safetensors", {"format": "pt"})
-    told = other_weights(folder, twin, open_source(twin).fingerprint())
+    told = other_weights(folder, twin, fingerprints(twin))
     assert f"was trained on {base}, whose files are others than those of {twin}" in told
     shutil.rmtree(base)
     assert other_weights(folder, twin, copied) == ""
+
+
+def test_the_choice_of_devices_counts_adapters() -> None:
+    own = job(model=SMALL, batch=2)
+
+    def held(count: int, rank: int) -> int:
+        placement = ReplicaPlacement(
+            layout=ServingLayout(),
+            sizes=replace(SIZES, adapters=count),
+            adapted=lambda job: with_adapters(job, [], AdapterRoom(count, rank), "base"),
+        )
+        return placement._need(own, "cpu", jax.devices(), 1).bytes
+
+    # Of two layers: query and out, key and value, gate, up and down; float32.
+    inputs_and_outputs = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 32))
+    assert held(3, 2) - held(2, 2) == 4 * 2 * inputs_and_outputs
+
+    def need(tensor: int) -> EngineNeed:
+        if tensor == 4:
+            raise LayoutError("copies of heads have no adapters")
+        return EngineNeed(bytes=100 // tensor, capacity_bytes=60)
+
+    wide = replace(SMALL, heads=4, kv_heads=2)
+    assert share(ServingLayout(), 4, wide, need).tensor == 2
 
 
 def test_an_adapter_has_the_template_that_it_keeps(tmp_path: Path) -> None:
@@ -419,8 +453,13 @@ def test_adapters_come_and_go_with_their_model() -> None:
     registry.put(adapted("w"))
     registry.swap(model("x", "z"), 0.0)
     assert [served.name for served in registry.newest()] == ["base", "x", "z"]
-    registry.retire("base", 1, 0.0)
-    assert registry.newest() == []
+    registry.put(ServedText(name="other", engine=engine, tokenizer=tokenizer))
+    registry.swap(model("x"), 0.0)
+    assert [served.name for served in registry.newest()] == ["base", "x", "other"]
+    with registry.use("x"):  # The engine ends after a request that holds an adapter.
+        assert not registry.swap(model("x"), 0.0)
+    assert registry.retire("base", 1, 0.0)
+    assert [served.name for served in registry.newest()] == ["other"]
 
 
 @contextmanager
@@ -471,8 +510,9 @@ def check_names_that_are_not_served(
     for name in ("gone", "failed"):
         assert "is a model that is not loaded now" in post("load", 400, name, folder)
     state.failures.clear()
-    state.adapters["lost"] = folder.with_name("lost")
+    state.adapters["lost"], state.failures["lost", 1] = folder.with_name("lost"), "it has gone"
     post("unload", 200, "lost")
+    assert state.failures == {}
     assert "there is no model 'lost'" in post("unload", 404, "lost")
 
 
@@ -516,7 +556,9 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "is no name for a model" in post("load", 400, "a b", many)
         assert "lora_path is missing" in post("load", 400, "z")
         # Pages that were read for the first version of x answer for the second in nothing.
+        server.state.failures["x", 1] = "its newer files were damaged"
         post("load", 200, "x", many, load_inplace=True)
+        assert server.state.failures == {}
         assert choices(client, "x") == expected["many"]
         post("unload", 200, "x")
         assert listed() == {"base": None, "org/y": "base"}
@@ -531,6 +573,39 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert float(drafts[-1]) > 0
         server.state.control = None
         assert "--model-control" in post("load", 403, "x", few)
+
+
+def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(tmp_path: Path) -> None:
+    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1))
+    quantize(base, tmp_path / "int8", to=MatrixFormat(format=WeightFormat.int8))
+    systolic.export(tmp_path / "int8", tmp_path / "restored")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    with opened(folder) as merged, merged.client() as client:
+        texts, scores = choices(client, "base")
+    with opened(tmp_path / "int8", adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(folder)}
+        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=1e-3))
+        assert choices(client, "base")[0] != texts
+    # An adapter of what the codes were made from is none of other weights.
+    _describe(folder, base_model_name_or_path=str(base))
+    assert other_weights(folder, tmp_path / "int8", fingerprints(tmp_path / "int8")) == ""
+
+
+def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
+    run = bundled.run("lm", tmp_path)
+    systolic.export(run, tmp_path / "folder")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "folder", 1, 2, "all-linear")
+    systolic.export(run, tmp_path / "bundle", to="bundle")
+    _describe(folder, base_model_name_or_path=str(tmp_path / "bundle"))
+    with opened(folder) as merged, merged.client() as client:
+        texts, scores = choices(client, "base")
+    with opened(run, adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(folder)}
+        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=2e-4))
+        assert choices(client, "base")[0] != texts
+    assert other_weights(folder, run, fingerprints(run)) == ""
 
 
 def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> None:

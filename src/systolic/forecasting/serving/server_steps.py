@@ -132,7 +132,7 @@ def with_adapters(job: Job, count: int, rank: int) -> Job:
     """A job with room for adapters beside every matrix, side by side in one of their ranks together.
 
     Raises:
-        OptionError: the model is no decoder, is quantized, or has adapters of its own.
+        OptionError: the model is no decoder, or has adapters of its own.
     """
     if not count:
         if rank:
@@ -146,10 +146,6 @@ def with_adapters(job: Job, count: int, rank: int) -> Job:
     if not isinstance(job.model, Decoder) or job.adapter:
         kind = "has adapters of its own" if job.adapter else "is no decoder"
         raise OptionError(f"{job.name} {kind}, and takes no --adapters; leave it out")
-    if job.quantization.matrices:
-        raise OptionError(
-            f"{job.name} is quantized, and --adapters stand beside matrices of floats; give --weights plain, or the model that it was made from"
-        )
     total = count * rank
     return replace(job, adapter=Adapter(kind=AdapterKind.lora, rank=total, alpha=float(total)))
 

@@ -15,7 +15,7 @@ from systolic.core.units import with_article
 from systolic.data.text.text_data import TextData
 from systolic.formats.export import Exported, ExportSource, compared, payload_of
 from systolic.formats.source import Source, TransformersSource, most_common
-from systolic.formats.weights import weight_progress
+from systolic.formats.weights import SourceWeights, weight_progress
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.mup import StandardWeights, standard
@@ -84,10 +84,7 @@ def outgoing(source: Source) -> Outgoing:
     from systolic.formats.bundle import BundleSource  # which imports this module
 
     if not isinstance(source, BundleSource):
-        from systolic.formats.peft import PeftSource
-
-        assert isinstance(source, PeftSource)
-        return outgoing_model(source.model, source.weights(), source.config)
+        return outgoing_model(source.model, SourceWeights(source), source.config)
     return outgoing_model(source.model, LazyWeights(source.bundle), source.config)
 
 

@@ -12,7 +12,14 @@ from flax import nnx
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import STACKED, Frozen, factored_of, inputs_of
+from systolic.models.adapters import (
+    BASE,
+    STACKED,
+    AdaptedWeight,
+    Frozen,
+    factored_of,
+    inputs_of,
+)
 from systolic.models.grouped import Layered
 from systolic.models.quantized.activations import factors_shape
 from systolic.models.quantized.codes import (
@@ -67,10 +74,10 @@ def with_members_apart(stacked: Any) -> Any:
 
 
 def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], platform: str) -> None:
-    """Puts quantized matrices of zeros in the places of parameters; their codes and scales are read from files.
+    """Puts quantized matrices of zeros in the places of weights; their codes and scales are read from files.
 
     Args:
-        module: As its model built it; changed.
+        module: As its model built it, or with adapters; changed.
         formats: By path of the parameter.
         platform: Of the devices that hold them.
 
@@ -81,25 +88,29 @@ def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], pla
         "/".join(map(str, (*path, name))): (holder, name, value)
         for path, holder in nnx.iter_modules(module)
         for name, value in vars(holder).items()
-        if isinstance(value, nnx.Param)
+        if isinstance(value, nnx.Param | Frozen | AdaptedWeight)
     }
     for path, how in formats.items():
         if path not in places:
             raise OptionError(f"the model has no parameter {path} to quantize; quantize it again")
-        holder, name, parameter = places[path]
-        axes = parameter.get_metadata().get("out_sharding")
-        shape = parameter.get_value().shape
-        parts = [
-            Frozen(jnp.zeros(shape, jnp.dtype(held_dtype(how, platform))), out_sharding=axes),
-            Frozen(
-                jnp.zeros(scales_shape(shape, inputs_of(axes), how), SCALES_DTYPE),
-                out_sharding=axes,
-            ),
-        ]
+        holder, name, weight = places[path]
+        plain = getattr(weight, BASE) if isinstance(weight, AdaptedWeight) else weight
+        axes = plain.get_metadata().get("out_sharding")
+        shape = plain.get_value().shape
+        scales = scales_shape(shape, inputs_of(axes), how)
+        arrays = {
+            CODES: jnp.zeros(shape, jnp.dtype(held_dtype(how, platform))),
+            SCALES: jnp.zeros(scales, SCALES_DTYPE),
+        }
         if how.format.activations:
             factors = factors_shape(shape, factored_of(axes), axes[0] in STACKED)
-            parts.append(Frozen(jnp.ones(factors, SCALES_DTYPE), out_sharding=axes))
-        setattr(holder, name, QuantizedWeight(*parts))
+            arrays[INPUTS] = jnp.ones(factors, SCALES_DTYPE)
+        parts = {part: Frozen(array, out_sharding=axes) for part, array in arrays.items()}
+        if isinstance(weight, AdaptedWeight):
+            quantized = AdaptedWeight(parts, weight.lora_a, weight.lora_b, weight.scale)
+        else:
+            quantized = QuantizedWeight(**parts)
+        setattr(holder, name, quantized)
 
 
 def formats_of_all(

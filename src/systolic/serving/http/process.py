@@ -28,7 +28,14 @@ from systolic.serving.http.app import RequestMiddleware, application
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.state import ServerState
 from systolic.serving.http.telemetry import EventLog, find_traces
-from systolic.serving.registry import ModelLoad, ReloadPlan, Served, ServedText, check_name
+from systolic.serving.registry import (
+    ModelLoad,
+    ReloadPlan,
+    Served,
+    ServedText,
+    adapters_of,
+    check_name,
+)
 
 HEADER_SECONDS = 60.0
 """From the first byte of a connection, or of a further request on it, to the end of its headers."""
@@ -262,7 +269,6 @@ class Process(uvicorn.Server):
             served = pending.open()
             served.start()
             seconds = time.monotonic() - at
-            state.failures.pop(pending.key, None)
             state.metrics.opened(name, version, seconds)
             self._add(served)
         except Exception as error:
@@ -280,6 +286,8 @@ class Process(uvicorn.Server):
     def _add(self, served: Served) -> None:
         """Hands requests to a model; one of its name and version ends when its own have ended."""
         registry = self.state.registry
+        for own in (served, *adapters_of(served)):
+            self.state.failures.pop(own.key, None)
         if all(other.key != served.key for other in registry.everything()):
             registry.put(served)
             return
@@ -400,6 +408,8 @@ class Process(uvicorn.Server):
         with self._renewing:
             served = {own.name for own in self.state.registry.everything()}
             if name not in served and self.state.adapters.pop(name, None) is not None:
+                for key in [key for key in self.state.failures if key[0] == name]:
+                    del self.state.failures[key]
                 return  # It was left out when its model was opened again.
             versions = self.state.registry.versions(name)
             if not versions[0].base:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from systolic.core.errors import OptionError, RunError, SystolicError
-from systolic.data.fingerprint import of_files
 from systolic.data.text.chat import find_template
+from systolic.formats.bundle import BundleSource, run_digest
 from systolic.formats.outline import contents_of
 from systolic.formats.registry import in_files, is_peft
 from systolic.formats.source import open_source
@@ -58,11 +58,11 @@ def read_matrices(path: Path, base: Path, model: Model, *, trust: bool = False) 
         model: The same.
         trust: Whether the recipe of a run may be executed.
 
-    Raises: as :func:`systolic.formats.peft.open_peft`, and
+    Raises: as :func:`systolic.formats.peft.open_adapters`, and
         OptionError: it holds no adapters, those of another model, or numbers that are not finite.
     """
     if is_peft(path):
-        matrices = _of_peft(path, base)
+        matrices = _of_peft(path, base, model)
     elif in_files(path):
         raise OptionError(
             f"{path} is a whole model and holds no adapters by themselves; give a run of systolic train sft --adapter lora or a PEFT folder, or serve it as NAME=DIR"
@@ -80,18 +80,19 @@ def read_matrices(path: Path, base: Path, model: Model, *, trust: bool = False) 
 def adapter_contents(path: Path) -> str:
     """Fingerprint of an adapter's own files."""
     if is_peft(path):
-        from systolic.formats.peft import ADAPTERS, WEIGHTS
+        from systolic.formats.peft import adapters_digest
 
-        own = of_files(path, [path / ADAPTERS, path / WEIGHTS])
-        return "" if own is None else own.digest
+        return adapters_digest(path)
     return contents_of(path, "best")
 
 
-def _of_peft(path: Path, base: Path) -> Matrices:
-    from systolic.formats.peft import open_peft
+def _of_peft(path: Path, base: Path, model: Model) -> Matrices:
+    from systolic.formats.export import kept_config
+    from systolic.formats.peft import open_adapters
 
-    source = open_peft(path, base)
-    return {name: (pair.a, pair.b * source.scale) for name, pair in source.pairs.items()}
+    config = open_source(base).config if in_files(base) else kept_config(base)
+    adapters = open_adapters(path, base, model, config)
+    return {name: (pair.a, pair.b * adapters.scale) for name, pair in adapters.pairs.items()}
 
 
 def _of_run(path: Path, base: Path, model: Model, *, trust: bool) -> Matrices:
@@ -113,27 +114,42 @@ def _of_run(path: Path, base: Path, model: Model, *, trust: bool) -> Matrices:
     return {home: (arrays[f"{home}/{A}"], arrays[f"{home}/{B}"] * scale) for home in homes}
 
 
-def other_weights(path: Path, base: Path, own: str) -> str:
+def fingerprints(base: Path, checkpoint: str = "best") -> set[str]:
+    """Fingerprints of a model, and of what its files were quantized, imported or exported from; of a run's checkpoint that of its exports' origin."""
+    if not in_files(base):
+        return {run_digest(base, weights.step_of(base, checkpoint))}
+    source = open_source(base)
+    made_from = [source.bundle.record.source.digest] if isinstance(source, BundleSource) else []
+    return {source.fingerprint(), *made_from}
+
+
+def other_weights(path: Path, base: Path, own: set[str]) -> str:
     """Warning where an adapter began with other files than those that are served; empty where it did not, or where that is not known.
 
     Args:
         path: A run, or a folder of PEFT.
         base: The model that is served.
-        own: Its fingerprint.
+        own: Its :func:`fingerprints`.
     """
     if is_peft(path):
         from systolic.formats.peft import base_of
 
         try:
             where = str(base_of(path))
-            known = open_source(where).fingerprint()
+            known = fingerprints(Path(where))
         except SystolicError:
             return ""  # Its base is not here.
     else:
         with Run.open(path) as run:
             start = read_record(run).start or {}
-        known, where = start.get("fingerprint") or "", str(start.get("path"))
-    if known in ("", own):
+        where, begun = str(start.get("path")), start.get("fingerprint")
+        if not begun:
+            return ""
+        known = {begun}
+        with suppress(SystolicError):  # It is not here.
+            now = fingerprints(Path(where))
+            known |= now if begun in now else set()
+    if known & own:
         return ""
     return f"{path} was trained on {where}, whose files are others than those of {base}; where the weights are others too, its answers are wrong"
 
@@ -153,33 +169,21 @@ class AdapterRoom(NamedTuple):
     """Whether they stand beside all matrices, or those of the adapters that are known."""
 
 
-def with_room(
-    model: PreparedModel,
-    adapters: Sequence[Matrices],
-    room: AdapterRoom,
-    again: Callable[[Job], "Setup"],
-    name: str,
-) -> PreparedModel:
-    """A model with zeros where adapters will be, side by side.
+def with_adapters(job: Job, adapters: Sequence[Matrices], room: AdapterRoom, name: str) -> Job:
+    """The job of a model with adapters side by side.
 
     Args:
-        model: Without any.
+        job: Without any.
         adapters: Those that are known.
         room: For these, and others.
-        again: Sets a job up on the same devices.
         name: Of the model, for messages.
 
     Raises:
-        OptionError: the model has adapters of its own or is quantized, or an adapter has a larger rank.
+        OptionError: the model has adapters of its own, or an adapter has a larger rank.
     """
-    job = model.setup.job
     if job.adapter:
         raise OptionError(
             f"{name} has adapters of its own, and others stand beside a model without; write it merged with systolic export --to bundle, and serve that"
-        )
-    if job.quantization.matrices:
-        raise OptionError(
-            f"{name} is quantized, and adapters stand beside matrices of floats; give the model that it was made from"
         )
     largest = max([a.shape[-1] for matrices in adapters for a, _ in matrices.values()], default=0)
     if room.rank and room.rank < largest:
@@ -196,7 +200,11 @@ def with_room(
     names = {path.rpartition("/")[2] for matrices in adapters for path in matrices}
     targets = () if every else tuple(sorted(names))
     adapter = Adapter(kind=AdapterKind.lora, rank=total, alpha=float(total), targets=targets)
-    setup = again(replace(job, adapter=adapter))
+    return replace(job, adapter=adapter)
+
+
+def with_room(model: PreparedModel, setup: "Setup") -> PreparedModel:
+    """A model with zeros where adapters will be; ``setup`` is of its job :func:`with_adapters`."""
 
     def read() -> weights.Weights:
         import jax.numpy as jnp
@@ -230,6 +238,8 @@ class AdapterSlots:
     engines: "Sequence[Engine]"
     base: Path
     model: Model
+    checkpoint: str = "best"
+    """Checkpoint of a base that is a run."""
     trust: bool = False
     """Whether the recipe of a run may be executed."""
     warn: Callable[[str], None] = print
@@ -240,9 +250,9 @@ class AdapterSlots:
     """By number, from 1."""
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model that they stand beside."""
-        return open_source(self.base).fingerprint()
+    def fingerprints(self) -> set[str]:
+        """Fingerprints of the model that they stand beside."""
+        return fingerprints(self.base, self.checkpoint)
 
     def place(self, name: str, path: Path) -> "AdaptedEngine":
         """Reads an adapter, and puts it in a free place; nothing is compiled.
@@ -263,7 +273,7 @@ class AdapterSlots:
         number = self._free(name, paged.adapters)
         for engine in self.engines:
             engine.place_adapter(number, padded)
-        if doubt := other_weights(path, self.base, self.fingerprint):
+        if doubt := other_weights(path, self.base, self.fingerprints):
             self.warn(doubt)
         self.taken[number] = AdaptedEngine(slots=self, name=name, number=number)
         return self.taken[number]

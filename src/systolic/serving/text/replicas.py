@@ -153,6 +153,8 @@ class ReplicaPlacement:
     sizes: EngineSizes
     report: Callable[[DeviceShares], None] = lambda _: None
     """Called with what was chosen."""
+    adapted: Callable[[Job], Job] = lambda job: job
+    """The job with room for the adapters of :attr:`sizes`."""
     shares: DeviceShares | None = None
     """None until an engine was placed."""
 
@@ -192,15 +194,13 @@ class ReplicaPlacement:
         shares = DeviceShares(
             devices=len(devices), engines=1, tensor=tensor, expert=self.layout.expert, reason=""
         )
-        placed = replace(job, layout=shares.layout, batch=Batch(total=shares.each))
+        placed = replace(self.adapted(job), layout=shares.layout, batch=Batch(total=shares.each))
         target = MeshTarget.of(placed, platform, devices[: shares.each])
         steps = StepFunctions(placed, target, trains=False)
         data = job.data
         assert isinstance(data, TextData)
-        paged, context = (
-            PagedSteps(steps, self.sizes.page_size, self.sizes.cache),
-            context_of(steps, data, self.sizes),
-        )
+        sizes, context = self.sizes, context_of(steps, data, self.sizes)
+        paged = PagedSteps(steps, sizes.page_size, sizes.cache, adapters=sizes.adapters)
         longest = -(-context // self.sizes.page_size)
         pages = self.sizes.pages or self.sizes.rows * longest + 1
         held = held_bytes(paged.placed_weights) + held_bytes(paged.placed_pages(pages))
