@@ -1,8 +1,10 @@
 """Products of activations with weights, in the precision that the target asks for."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,8 @@ DIGITS = 127 * BASE + 126
 """Largest number of two digits: its first is not rounded to 128."""
 TOGETHER = 4
 """Rows of activations that XLA's CPU kernel of int8 takes at the price of one."""
+HALVED = range(200_000, 500_000)
+"""Elements of a float32 matrix that XLA's CPU compiler multiplies with one row on one core, and its halves on two."""
 SHORT = 768
 """Inputs of a product of int8 below which more rows than :data:`TOGETHER` take 0.8 of the time with the codes as the right operand."""
 
@@ -37,12 +41,21 @@ class Turned:
     """[outputs ..., inputs ...]."""
     inputs: int = field(metadata={"static": True})
     """Dims that products sum over."""
+    parts: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
+    """Dims of the outputs of each matrix of which it is the rows, one after the other; empty where it is of one."""
 
     @classmethod
     def of(cls, matrix: jax.Array, inputs: int) -> "Turned":
         """The matrix [inputs ..., outputs ...]."""
         dims = range(matrix.ndim)
         return cls(rows=matrix.transpose(*dims[inputs:], *dims[:inputs]), inputs=inputs)
+
+    @classmethod
+    def joined(cls, matrices: "Sequence[Turned]") -> "Turned":
+        """Matrices of the same dim of inputs as one."""
+        parts = tuple(matrix.rows.shape[:-1] for matrix in matrices)
+        rows = [matrix.rows.reshape(-1, matrix.rows.shape[-1]) for matrix in matrices]
+        return cls(rows=jnp.concatenate(rows), inputs=1, parts=parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +75,7 @@ class Turned:
 
     def astype(self, dtype: Any) -> "Turned":
         """The matrix in a dtype."""
-        return Turned(rows=self.rows.astype(dtype), inputs=self.inputs)
+        return replace(self, rows=self.rows.astype(dtype))
 
     def __getitem__(self, key: Any) -> "Turned":
         """The matrix, as a parameter is read: takes ``...`` alone."""
@@ -133,6 +146,27 @@ def product(
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
+
+
+def products(
+    target: Target,
+    spec: str,
+    x: jax.Array,
+    matrices: Sequence[Any],
+    rounding: Rounding = PER_CHANNEL,
+    *,
+    heads: bool = False,
+) -> list[jax.Array]:
+    """:func:`product` with each of some matrices, as a module holds them; where a server on a CPU has them joined in the place of the first, by one product."""
+    first = matrices[0][...]
+    codes = first.codes if isinstance(first, Quantized) else first
+    if not isinstance(codes, Turned) or not codes.parts:
+        return [product(target, spec, x, m[...], rounding, heads=heads) for m in matrices]
+    joined = product(target, "bsd,df->bsf", x, first, rounding, heads=heads)
+    ends = accumulate(math.prod(dims) for dims in codes.parts)
+    split = jnp.split(joined, list(ends)[:-1], axis=-1)
+    pairs = zip(split, codes.parts, strict=True)
+    return [part.reshape(*x.shape[:-1], *dims) for part, dims in pairs]
 
 
 def alone_on_cpu(target: Target) -> bool:
@@ -286,7 +320,11 @@ class _Matrices(NamedTuple):
             before = [n * inputs for n in range(joined)]
             flat = jnp.concatenate([jnp.pad(flat, ((0, 0), (n, before[-1] - n))) for n in before])
         matrix = self.matrix.reshape(-1, joined * inputs)
-        sums = jnp.einsum("nk,rk->nr", matrix, flat, preferred_element_type=dtype)
+        if rows == 1 and matrix.dtype == jnp.float32 and matrix.size in HALVED and not outputs % 2:
+            halves, both = matrix.reshape(2, -1, inputs), jnp.stack([flat, flat])
+            sums = jnp.einsum("hnk,hrk->hnr", halves, both, preferred_element_type=dtype)
+        else:
+            sums = jnp.einsum("nk,rk->nr", matrix, flat, preferred_element_type=dtype)
         return jax.lax.optimization_barrier(sums).reshape(outputs, rows).T
 
     def joined(self, rows: int) -> int:

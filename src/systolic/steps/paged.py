@@ -73,6 +73,8 @@ KV_MATRICES = ("key", "value")
 KV_BIASES = ("key_bias", "value_bias")
 TURNED = ("query", "key", "value", "out", "gate", "up", "down")
 """Names of the matrices of a layer that are turned for a CPU: those that a product reads in one way alone."""
+JOINED = (("query", "key", "value"), ("gate", "up"))
+"""Names of the turned matrices of a layer that read the same activations, and are multiplied as one."""
 EMBEDDED, UNEMBEDDING = "embedding", "unembedding"
 """Paths of the matrices of the vocabulary."""
 BLOCKS = ("blocks/", "dense_blocks/")
@@ -119,7 +121,37 @@ def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
             value = variable.get_value()
             value = value.astype(jnp.float32) if wide and path[-1] != CODES else value
             flat[path] = variable.replace(Turned.of(value, num_inputs(axes)))
+    for names in JOINED:
+        first = [p for p in flat if p[-1] == names[0] or p[-2:] == (names[0], CODES)]
+        for path in first:
+            _join(flat, path, names)
     return nnx.from_flat_state(list(flat.items()))
+
+
+def _join(flat: dict[Any, Any], first: tuple[Any, ...], names: Sequence[str]) -> None:
+    """Puts matrices that were turned, and their scales, in the place of the first, and nothing in those of the others; changes the state.
+
+    Of int8 with activations in int8 each matrix divides them by factors of its own.
+    """
+    codes = first[-1] == CODES
+    block = first[: -2 if codes else -1]
+
+    def paths(part: str) -> list[tuple[Any, ...]]:
+        return [(*block, each, part) if codes else (*block, each) for each in names]
+
+    held = [flat[path].get_value() if path in flat else None for path in paths(CODES)]
+    kinds = {(type(each), getattr(each, "dtype", None)) for each in held}
+    if kinds != {(Turned, held[0].dtype)} or (*first[:-1], INPUTS) in flat:
+        return
+    joined = {CODES: Turned.joined(held)}
+    if codes:
+        pairs = zip(paths(SCALES), held, strict=True)
+        scales = [jnp.broadcast_to(flat[p].get_value(), (1, *m.shape[1:])) for p, m in pairs]
+        joined[SCALES] = jnp.concatenate([each.reshape(1, -1) for each in scales], axis=1)
+    for part, value in joined.items():
+        for path in paths(part):
+            flat[path] = flat[path].replace(None)
+        flat[paths(part)[0]] = flat[paths(part)[0]].replace(value)
 
 
 def _turns(codes: jax.Array, scales: jax.Array) -> bool:
@@ -423,9 +455,10 @@ class PagedSteps:
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
                 expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
-                routed = expert and len(variable.get_value().shape) == 3
                 leaves = jax.tree.leaves(variable.get_value())
-                shares += [(leaf, chosen if routed else 1.0) for leaf in leaves]
+                shares += [
+                    (leaf, chosen if expert and len(leaf.shape) == 3 else 1.0) for leaf in leaves
+                ]
         return shares
 
     def empty_pages(self, count: int) -> list[Any]:
@@ -440,6 +473,8 @@ class PagedSteps:
     @property
     def shardings(self) -> ServingWeights:
         """Shardings of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
+        if alone_on_cpu(self.steps.target):
+            return jax.tree.map(lambda _: whole(self.steps.target), self.abstract_weights)
         kept = self.steps.shardings
         params = in_order(self.steps, kept.params)
         rest = in_order(self.steps, kept.model_state)

@@ -14,7 +14,7 @@ from systolic.models.decoder.layers import MLP, added, bias, norm, rope
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.options import Rotary
 from systolic.models.layers import STREAM, gathered, name, weight
-from systolic.models.linear import product
+from systolic.models.linear import product, products
 
 
 class LatentAttention(nnx.Module):
@@ -190,21 +190,18 @@ class DecoderBlock(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
         x = gathered(self.target, x)
-        query = self._heads(x, self.query, self.query_bias)
-        key = self._heads(x, self.key, self.key_bias)
-        value = self._heads(x, self.value, self.value_bias)
+        matrices, rounding = (self.query, self.key, self.value), self.config.rounding
+        biases = self.query_bias, self.key_bias, self.value_bias
+        projected = products(self.target, "bsd,dhe->bshe", x, matrices, rounding, heads=True)
+        query, key, value = (
+            added(part, bias, dims=2) for part, bias in zip(projected, biases, strict=True)
+        )
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if not self.config.learned_positions:
             rotary = self.config.rotary(window)
             query, key = rope(query, positions, rotary), rope(key, positions, rotary)
         return name(query, "query"), name(key, "key"), name(value, "value")
-
-    def _heads(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-        projected = product(
-            self.target, "bsd,dhe->bshe", x, matrix[...], self.config.rounding, heads=True
-        )
-        return added(projected, bias, dims=2)
 
     def merge(
         self,

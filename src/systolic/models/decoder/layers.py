@@ -1,6 +1,7 @@
 """Parts of a decoder block: norms, rotary embedding, dense feed-forward part, hashed n-gram embeddings."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from systolic.models.attention import BalancedOrder
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE, Rotary, Stretching
 from systolic.models.layers import STREAM, LayerNorm, gathered, name, weight
-from systolic.models.linear import product
+from systolic.models.linear import product, products
 
 ACTIVATIONS = {
     Mlp.swiglu: jax.nn.silu,
@@ -137,18 +138,21 @@ class MLP(nnx.Module):
         del count, order
         x = gathered(self.target, x)
         if self.config.mlp.gated:
-            gate = self._hidden(x, self.gate, self.gate_bias)
-            hidden = gated(self.config.mlp, gate, self._hidden(x, self.up, self.up_bias))
+            biases = (self.gate_bias, self.up_bias)
+            hidden = gated(self.config.mlp, *self._hidden(x, (self.gate, self.up), biases))
         else:
-            hidden = ACTIVATIONS[self.config.mlp](self._hidden(x, self.up, self.up_bias))
+            (hidden,) = self._hidden(x, (self.up,), (self.up_bias,))
+            hidden = ACTIVATIONS[self.config.mlp](hidden)
         hidden = self.target.constrain(hidden, "batch", "sequence", self.units)
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
         down = added(self.target.constrain(down, *STREAM), self.down_bias)
         return name(down, "down"), {}
 
-    def _hidden(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-        hidden = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
-        return name(added(hidden, bias), "mlp")
+    def _hidden(
+        self, x: jax.Array, matrices: Sequence[nnx.Param], biases: Sequence[nnx.Param | None]
+    ) -> list[jax.Array]:
+        hidden = products(self.target, "bsd,df->bsf", x, matrices, self.config.rounding)
+        return [name(added(each, bias), "mlp") for each, bias in zip(hidden, biases, strict=True)]
 
 
 def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> jax.Array:
