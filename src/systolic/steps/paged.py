@@ -44,7 +44,7 @@ from systolic.models.decoder.paged import (
     page_arrays,
     read,
 )
-from systolic.models.linear import Turned, alone_on_cpu
+from systolic.models.linear import MatrixParts, Turned, alone_on_cpu, joined_matrices
 from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES, Quantized
 from systolic.models.quantized.placement import plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS, DecodeState
@@ -129,29 +129,21 @@ def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
 
 
 def _join(flat: dict[Any, Any], first: tuple[Any, ...], names: Sequence[str]) -> None:
-    """Puts matrices that were turned, and their scales, in the place of the first, and nothing in those of the others; changes the state.
+    """Puts matrices of which all were turned in the place of the first, and nothing in those of the others; changes the state."""
+    block, parts = (first[:-2], (CODES, SCALES, INPUTS)) if first[-1] == CODES else (first[:-1], ())
 
-    Of int8 with activations in int8 each matrix divides them by factors of its own.
-    """
-    codes = first[-1] == CODES
-    block = first[: -2 if codes else -1]
+    def values(each: str) -> list[Any]:
+        paths = [(*block, each, part) for part in parts] or [(*block, each)]
+        return [flat[path].get_value() if path in flat else None for path in paths]
 
-    def paths(part: str) -> list[tuple[Any, ...]]:
-        return [(*block, each, part) if codes else (*block, each) for each in names]
-
-    held = [flat[path].get_value() if path in flat else None for path in paths(CODES)]
-    kinds = {(type(each), getattr(each, "dtype", None)) for each in held}
-    if kinds != {(Turned, held[0].dtype)} or (*first[:-1], INPUTS) in flat:
+    joined = joined_matrices([MatrixParts(*values(each)) for each in names])
+    if joined is None:
         return
-    joined = {CODES: Turned.joined(held)}
-    if codes:
-        pairs = zip(paths(SCALES), held, strict=True)
-        scales = [jnp.broadcast_to(flat[p].get_value(), (1, *m.shape[1:])) for p, m in pairs]
-        joined[SCALES] = jnp.concatenate([each.reshape(1, -1) for each in scales], axis=1)
-    for part, value in joined.items():
-        for path in paths(part):
-            flat[path] = flat[path].replace(None)
-        flat[paths(part)[0]] = flat[paths(part)[0]].replace(value)
+    for number, value in enumerate(joined[: max(len(parts), 1)]):
+        for each in names:
+            path = (*block, each, *parts[number : number + 1])
+            if path in flat:
+                flat[path] = flat[path].replace(value if each == names[0] else None)
 
 
 def _turns(codes: jax.Array, scales: jax.Array) -> bool:
@@ -455,10 +447,10 @@ class PagedSteps:
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
                 expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
-                leaves = jax.tree.leaves(variable.get_value())
-                shares += [
-                    (leaf, chosen if expert and len(leaf.shape) == 3 else 1.0) for leaf in leaves
-                ]
+                value = variable.get_value()
+                routed = expert and not isinstance(value, Turned)
+                for leaf in jax.tree.leaves(value):
+                    shares.append((leaf, chosen if routed and leaf.ndim == 3 else 1.0))
         return shares
 
     def empty_pages(self, count: int) -> list[Any]:
