@@ -12,7 +12,16 @@ import pytest
 from systolic.formats.matrices import whole
 from systolic.job import WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.models.linear import Turned, codes_product, integer_product, plain_product
+from systolic.models.linear import (
+    MatrixParts,
+    Turned,
+    codes_product,
+    integer_product,
+    joined_matrices,
+    plain_product,
+    products,
+)
+from systolic.models.quantized.codes import Quantized
 from systolic.steps.paged import PagedSteps, StepInput, StepShape, paged_target
 from systolic.steps.programs import jit_paged
 from tests.steps import tiny
@@ -217,13 +226,105 @@ def test_few_rows_read_outputs_of_int8_together(rows: int, joined: int) -> None:
 
 @pytest.mark.parametrize("kind", [WeightFormat.int8, WeightFormat.w8a8])
 def test_a_step_of_int8_has_all_codes_as_left_operands(kind: WeightFormat) -> None:
-    """One text is two rows of digits, or with W8A8 one row but for the vocabulary: codes of 2 or 4 outputs in one row."""
+    """One text is two rows of digits, or with W8A8 one row but for the vocabulary: codes of 2 or 4 outputs in one row. W8A8 has activations for each group of outputs."""
     model = replace(MODEL, tie_embeddings=False)
     job = replace(tiny.job(layout=tiny.ONE_DEVICE, model=model), quantization=whole(model, kind))
     paged = PagedSteps(tiny.steps(job), SIZE)
     program = step_text(paged, 1)
     products = re.findall(r"= s32\[(\d+),4\]\S* dot\(", program)
     joined = 4 if kind is WeightFormat.w8a8 else 2
-    layer = [size // joined for size in (192, 64, 64, 192, 320, 320, 192)]
+    layer = [size // joined for size in (192, 192)]
+    groups = [f"5,{64 // 4}", f"2,{320 // 4}"] if joined == 4 else []
+    layer += [] if joined == 4 else [320 // joined, 640 // joined]
     assert sorted(map(int, products)) == sorted([*layer, 512 // 2])
+    assert sorted(re.findall(r"= s32\[(\d+,\d+),4\]\S* dot\(", program)) == sorted(groups)
     assert not re.findall(r"= s8\[\d{3,},\d{3,}\]\S* (?:copy|transpose)\(", program)
+
+
+@pytest.mark.parametrize("size", [448, 512, 1024])
+def test_a_row_of_a_small_matrix_is_multiplied_by_its_halves(size: int) -> None:
+    """XLA's CPU compiler gives such a product to one core."""
+    target = paged_target(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target)
+    x, rows = (jax.random.normal(jax.random.key(n), (n, size)) for n in (1, size))
+
+    def run(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return plain_product(target, "bd,df->bf", x, Turned(rows=rows, inputs=1))
+
+    program = jax.jit(run).lower(x, rows).compile()
+    shape = f"2,{size // 2},1" if size < 1024 else f"{size},1"
+    assert f"= f32[{shape}]" in program.as_text().replace("{", " {")
+    np.testing.assert_allclose(program(x, rows), x @ rows.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("inputs", [8, 800])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("outputs", [(3, 2, 1), (8, 4, 4)])
+def test_products_of_joined_codes_with_factors_of_their_own(
+    outputs: tuple[int, ...], rows: int, inputs: int
+) -> None:
+    draw = np.random.default_rng(0)
+    target = paged_target(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target)
+    x = jnp.asarray(draw.normal(size=(1, rows, inputs)), jnp.float32)
+
+    def drawn(count: int) -> Quantized:
+        codes = jnp.asarray(draw.integers(-127, 128, (inputs, count)), jnp.int8)
+        scales, factors = (
+            jnp.asarray(draw.uniform(0.5, 2, size), jnp.bfloat16)
+            for size in ((1, count), (inputs, 1))
+        )
+        return Quantized(codes=Turned.of(codes, 1), scales=scales, inputs=factors)
+
+    apart = [drawn(count) for count in outputs]
+    parts = joined_matrices([MatrixParts(each.codes, each.scales, each.inputs) for each in apart])
+    assert parts is not None
+    joined = Quantized(codes=parts.rows, scales=parts.scales, inputs=parts.inputs)
+    wanted = products(target, "bsd,df->bsf", x, apart)
+    found = products(target, "bsd,df->bsf", x, [joined])
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+JOINING = replace(
+    MODEL, qkv_bias=True, qk_norm=True, mlp_bias=True, out_bias=True, layers=2, tie_embeddings=False
+)
+
+
+@pytest.mark.parametrize("kind", [None, WeightFormat.int8, WeightFormat.w8a8])
+def test_joined_matrices_have_the_logits_of_the_model(kind: WeightFormat | None) -> None:
+    """With biases and norms of heads."""
+    job = tiny.job(layout=tiny.ONE_DEVICE, model=JOINING)
+    if kind is not None:
+        job = replace(job, quantization=whole(JOINING, kind))
+    steps = tiny.steps(job)
+    draw = np.random.default_rng(0)
+
+    def drawn(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if like.dtype == jnp.int8:
+            return jnp.asarray(draw.integers(-127, 128, like.shape), jnp.int8)
+        if path.endswith(("/scales", "/inputs")):
+            return jnp.asarray(draw.uniform(0.5, 1.5, like.shape) / 1000, like.dtype)
+        return jnp.asarray(draw.normal(size=like.shape) / 10, like.dtype)
+
+    params, rest = (
+        {path: drawn(path, like) for path, like in group.items()} for group in steps.network.shapes
+    )
+    paged = PagedSteps(steps, SIZE)
+    weights = paged.weights(params, rest)
+    turned = [
+        leaf
+        for leaf in jax.tree.leaves(weights.layers, is_leaf=lambda leaf: isinstance(leaf, Turned))
+        if isinstance(leaf, Turned)
+    ]
+    assert len(turned) == JOINING.layers * 4
+    shape = StepShape(TEXTS, 0, 0, 1)
+    tokens = np.array([5, 300, 41])
+    packed = np.concatenate(
+        [tokens, np.full(TEXTS, -1), np.zeros(TEXTS), np.ones(TEXTS), 1 + np.arange(TEXTS)]
+    )
+    step_input = StepInput.unpacked(jnp.asarray(packed, jnp.int32), shape, 0)
+    latest = jnp.zeros((TEXTS + 1,), jnp.int32)
+    logits, _ = paged.read(weights, paged.empty_pages(TEXTS + 1), latest, step_input, (0, 0))
+    module = steps.network.module(params, rest, train=False)
+    zeros = jnp.zeros((TEXTS, 1), jnp.int32)
+    wanted = module(jnp.asarray(tokens[:, None]), zeros, zeros)[:, 0]
+    np.testing.assert_allclose(logits, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,12 @@ import jax.numpy as jnp
 
 from systolic.core.errors import extra
 from systolic.job import Rounding, Target
-from systolic.models.quantized.activations import Watched, w8a8_product, watched_input
+from systolic.models.quantized.activations import (
+    Watched,
+    joined_product,
+    w8a8_product,
+    watched_input,
+)
 from systolic.models.quantized.codes import Quantized, quantized_product
 
 PER_CHANNEL = Rounding()
@@ -25,6 +31,10 @@ DIGITS = 127 * BASE + 126
 """Largest number of two digits: its first is not rounded to 128."""
 TOGETHER = 4
 """Rows of activations that XLA's CPU kernel of int8 takes at the price of one."""
+HALVED = range(200_000, 500_000)
+"""Elements of a float32 matrix that XLA's CPU compiler multiplies with one row on one core, and its halves on two."""
+GROUPS = 8
+"""Most groups of outputs of matrices that are joined with factors of their own."""
 SHORT = 768
 """Inputs of a product of int8 below which more rows than :data:`TOGETHER` take 0.8 of the time with the codes as the right operand."""
 
@@ -38,6 +48,8 @@ class Turned:
     """[outputs ..., inputs ...]."""
     inputs: int = field(metadata={"static": True})
     """Dims that products sum over."""
+    parts: tuple[tuple[int, ...], ...] = field(default=(), metadata={"static": True})
+    """Dims of the outputs of each matrix of which it is the rows, one after the other; empty where it is of one."""
 
     @classmethod
     def of(cls, matrix: jax.Array, inputs: int) -> "Turned":
@@ -63,7 +75,7 @@ class Turned:
 
     def astype(self, dtype: Any) -> "Turned":
         """The matrix in a dtype."""
-        return Turned(rows=self.rows.astype(dtype), inputs=self.inputs)
+        return replace(self, rows=self.rows.astype(dtype))
 
     def __getitem__(self, key: Any) -> "Turned":
         """The matrix, as a parameter is read: takes ``...`` alone."""
@@ -96,6 +108,45 @@ class Joined:
         """The matrices, as a parameter is read: takes ``...`` alone."""
         assert key is Ellipsis
         return self
+
+
+class MatrixParts(NamedTuple):
+    """Parts of a matrix of a server."""
+
+    rows: Any
+    """Its elements, or its codes."""
+    scales: Any = None
+    """Scales of codes."""
+    inputs: Any = None
+    """Factors of its inputs."""
+
+
+def joined_matrices(matrices: Sequence[MatrixParts]) -> MatrixParts | None:
+    """Matrices that read the same activations as one; ``None`` where they are of several kinds, or too small.
+
+    With factors of their own they are groups of as many outputs, at most :data:`GROUPS`: rows [groups, outputs, inputs] and
+    factors [groups, inputs].
+    """
+    turned = [m.rows for m in matrices if isinstance(m.rows, Turned)]
+    kinds = {(m.rows.dtype, m.inputs is None) for m in matrices if isinstance(m.rows, Turned)}
+    if len(turned) < len(matrices) or len(kinds) > 1:
+        return None
+    inputs, parts = turned[0].rows.shape[-1], tuple(each.rows.shape[:-1] for each in turned)
+    rows = jnp.concatenate([each.rows.reshape(-1, inputs) for each in turned])
+    scales = factors = None
+    if matrices[0].scales is not None:
+        pairs = zip(matrices, parts, strict=True)
+        scales = [jnp.broadcast_to(m.scales, (1, *outputs)).reshape(1, -1) for m, outputs in pairs]
+        scales = jnp.concatenate(scales, axis=1)
+    if matrices[0].inputs is not None:
+        counts = [math.prod(outputs) for outputs in parts]
+        size = math.gcd(*counts)
+        if len(rows) > GROUPS * size:
+            return None
+        pairs = zip(matrices, counts, strict=True)
+        factors = [jnp.tile(m.inputs.reshape(1, -1), (count // size, 1)) for m, count in pairs]
+        factors, rows = jnp.concatenate(factors), rows.reshape(-1, size, inputs)
+    return MatrixParts(Turned(rows=rows, inputs=1, parts=parts), scales, factors)
 
 
 class LowRank(NamedTuple):
@@ -172,15 +223,26 @@ def products(
     *,
     heads: bool = False,
 ) -> Iterator[jax.Array]:
-    """:func:`product` with each matrix; one with all of them where the first is :class:`Joined`, of results whose third dim is the outputs."""
-    first = matrices[0]
-    if not isinstance(first, Joined):
-        for matrix in matrices:
-            yield product(target, spec, x, matrix, rounding, heads=heads)
+    """:func:`product` with each of some matrices, as a module holds them; where a server on one CPU or GPU has them joined in the place of the first, by one product."""
+    first = matrices[0][...]
+    if isinstance(first, Joined):
+        whole, end = product(target, spec, x, first.matrix, rounding, heads=heads), 0
+        for size in first.sizes:
+            yield jax.lax.slice_in_dim(whole, end, end := end + size, axis=2)
         return
-    whole, end = product(target, spec, x, first.matrix, rounding, heads=heads), 0
-    for size in first.sizes:
-        yield jax.lax.slice_in_dim(whole, end, end := end + size, axis=2)
+    codes = first.codes if isinstance(first, Quantized) else first
+    if not isinstance(codes, Turned) or not codes.parts:
+        for matrix in matrices:
+            yield product(target, spec, x, matrix[...], rounding, heads=heads)
+        return
+    if isinstance(first, Quantized) and first.inputs is not None:
+        joined = joined_product(x, first, _group_sums)
+    else:
+        joined = product(target, "bsd,df->bsf", x, first, rounding, heads=heads)
+    ends = accumulate(math.prod(dims) for dims in codes.parts)
+    split = jnp.split(joined, list(ends)[:-1], axis=-1)
+    for part, dims in zip(split, codes.parts, strict=True):
+        yield part.reshape(*x.shape[:-1], *dims)
 
 
 def alone_on_gpu(target: Target) -> bool:
@@ -281,8 +343,23 @@ def integer_product(
     matrices = _as_matrices(target, spec, x, codes)
     if matrices is None:
         return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
-    alone = not matrices.turned or matrices.joined(1) == 1
+    alone = not matrices.turned or _together(1, len(matrices.matrix)) == 1
     return matrices.product(matrices.flat, jnp.int32, alone)
+
+
+def _group_sums(x: jax.Array, codes: Turned) -> jax.Array:
+    """Products int32[rows, groups, outputs] of x int8[groups, rows, inputs] with rows [groups, outputs, inputs], as :func:`integer_product`."""
+    (_, rows, inputs), (groups, outputs, _) = x.shape, codes.rows.shape
+    joined = _together(rows, outputs)
+    if joined == 1 and inputs < SHORT and rows > 1:
+        sums = jnp.einsum("grk,gnk->grn", x, codes.rows, preferred_element_type=jnp.int32)
+        return sums.swapaxes(0, 1)
+    if joined == rows == 1:
+        x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+    matrix = codes.rows.reshape(groups, -1, joined * inputs)
+    sums = jnp.einsum("gnk,grk->gnr", matrix, _beside(x, joined), preferred_element_type=jnp.int32)
+    sums = jax.lax.optimization_barrier(sums).reshape(groups, outputs, -1)
+    return sums[:, :, :rows].transpose(2, 0, 1)
 
 
 def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array | Turned) -> jax.Array:
@@ -332,24 +409,42 @@ class _Matrices(NamedTuple):
         if not self.turned:
             return jnp.einsum("rk,kn->rn", flat, self.matrix, preferred_element_type=dtype)
         (rows, inputs), outputs = flat.shape, len(self.matrix)
-        joined = self.joined(rows) if dtype == jnp.int32 else 1
+        joined = _together(rows, outputs) if dtype == jnp.int32 else 1
         if joined == 1 and dtype == jnp.int32 and inputs < SHORT:
             return jnp.einsum("rk,nk->rn", flat, self.matrix, preferred_element_type=dtype)
-        if joined > 1:
-            before = [n * inputs for n in range(joined)]
-            flat = jnp.concatenate([jnp.pad(flat, ((0, 0), (n, before[-1] - n))) for n in before])
+        flat = _beside(flat, joined)
         matrix = self.matrix.reshape(-1, joined * inputs)
-        sums = jnp.einsum("nk,rk->nr", matrix, flat, preferred_element_type=dtype)
+        if rows == 1 and matrix.dtype == jnp.float32 and matrix.size in HALVED and not outputs % 2:
+            halves, both = matrix.reshape(2, -1, inputs), jnp.stack([flat, flat])
+            sums = jnp.einsum("hnk,hrk->hnr", halves, both, preferred_element_type=dtype)
+        else:
+            sums = jnp.einsum("nk,rk->nr", matrix, flat, preferred_element_type=dtype)
         return jax.lax.optimization_barrier(sums).reshape(outputs, rows).T
-
-    def joined(self, rows: int) -> int:
-        """Outputs that are read as one row of int8."""
-        return next(n for n in range(max(TOGETHER // rows, 1), 0, -1) if len(self.matrix) % n == 0)
 
     def product(self, flat: jax.Array, dtype: Any, two: bool) -> jax.Array:
         """The result, of activations of ``two`` rows at least."""
         sums = self.sums(_two_rows(flat) if two else flat, dtype)
         return sums[: len(flat)].reshape(self.shape)
+
+
+def _together(rows: int, outputs: int) -> int:
+    """Outputs that are read as one row of int8."""
+    return next(n for n in range(max(TOGETHER // rows, 1), 0, -1) if outputs % n == 0)
+
+
+def _beside(flat: jax.Array, joined: int) -> jax.Array:
+    """Activations [..., rows, inputs] of outputs that are read together, as [..., joined x rows, joined x inputs].
+
+    Written to zeros one after the other: XLA's CPU compiler concatenates them element by element.
+    """
+    *outer, rows, inputs = flat.shape
+    if joined == 1:
+        return flat
+    beside = jnp.zeros((*outer, joined * rows, joined * inputs), flat.dtype)
+    for n in range(joined):
+        place = (*[0] * len(outer), n * rows, n * inputs)
+        beside = jax.lax.dynamic_update_slice(beside, flat, place)
+    return beside
 
 
 def _as_matrices(

@@ -29,7 +29,7 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import BASE, EXPERTS, STACKED, A, B, columns_kept, num_inputs
+from systolic.models.adapters import BASE, A, B, columns_kept
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
@@ -40,12 +40,19 @@ from systolic.models.decoder.paged import (
     Layer,
     RaggedArrays,
     Reading,
+    joined,
     layers_of,
     page_arrays,
     read,
+    turned,
+    turns_alone,
 )
-from systolic.models.linear import Joined, Turned, alone_on_cpu, alone_on_gpu
-from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES, Quantized
+from systolic.models.linear import (
+    Turned,
+    alone_on_cpu,
+    alone_on_gpu,
+)
+from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
 from systolic.models.quantized.placement import plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS, DecodeState
 from systolic.steps.logits import ChosenTokens, pick, score
@@ -71,10 +78,6 @@ GATHERED_BYTES = 32 << 20
 as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
 KV_MATRICES = ("key", "value")
 KV_BIASES = ("key_bias", "value_bias")
-TURNED = ("query", "key", "value", "out", "gate", "up", "down")
-"""Names of the matrices of a layer that are turned for a CPU: those that a product reads in one way alone."""
-JOINED = ((("query",), ("key",), ("value",)), (("mlp", "gate"), ("mlp", "up")))
-"""Paths of the matrices of a layer that multiply the same rows."""
 EMBEDDED, UNEMBEDDING = "embedding", "unembedding"
 """Paths of the matrices of the vocabulary."""
 BLOCKS = ("blocks/", "dense_blocks/")
@@ -90,65 +93,6 @@ SCORED = 32
 def paged_target(target: MeshTarget) -> MeshTarget:
     """The target under the rules of serving."""
     return replace(target, rules=PAGED, serves=True)
-
-
-def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
-    """The weights of a layer with its dense matrices, plain or in int8 with a scale an output, as :class:`Turned`; latents' and experts' as they are.
-
-    Args:
-        state: Of one layer.
-        wide: Whether plain ones are float32.
-    """
-    flat = dict(nnx.to_flat_state(state))
-
-    def turns(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
-        codes = path[-1] == CODES
-        if (
-            path[-2 if codes or path[-1] == BASE else -1] not in TURNED
-            or "latent" in path
-            or EXPERTS in axes
-        ):
-            return False
-        scales = flat.get((*path[:-1], SCALES)) if codes else None
-        if scales is None:
-            return True
-        return _turns(flat[path].get_value(), scales.get_value())
-
-    for path, variable in list(flat.items()):
-        axes = variable.get_metadata().get("out_sharding") or ()
-        axes = tuple(axis for axis in axes if axis not in STACKED)
-        if turns(path, axes):
-            value = variable.get_value()
-            value = value.astype(jnp.float32) if wide and path[-1] != CODES else value
-            flat[path] = variable.replace(Turned.of(value, num_inputs(axes)))
-    return nnx.from_flat_state(list(flat.items()))
-
-
-def joined(state: nnx.State) -> nnx.State:
-    """The weights of a layer with plain matrices of the same rows as :class:`Joined` in the first's place, the others without outputs.
-
-    XLA's GPU compiler joins such products itself, and where cuBLAS runs them copies the matrices side by side for it in each step: a
-    fifth of the step that reads 512 tokens of a prompt with a decoder of 1B parameters on H100, as forecast.
-    """
-    flat = dict(nnx.to_flat_state(state))
-    for paths in JOINED:
-        if any(path not in flat or _holds_experts(flat[path]) for path in paths):
-            continue
-        variables = [flat[path] for path in paths]
-        arrays = [variable.get_value() for variable in variables]
-        flat[paths[0]] = variables[0].replace(Joined.of(arrays))
-        for path, variable, array in zip(paths[1:], variables[1:], arrays[1:], strict=True):
-            flat[path] = variable.replace(array[:, :0])
-    return nnx.from_flat_state(list(flat.items()))
-
-
-def _holds_experts(variable: nnx.Variable) -> bool:
-    return EXPERTS in (variable.get_metadata().get("out_sharding") or ())
-
-
-def _turns(codes: jax.Array, scales: jax.Array) -> bool:
-    """Whether a product with codes is made of the codes alone, in int8, and its result scaled."""
-    return codes.dtype == jnp.int8 and Quantized(codes=codes, scales=scales).scaled_after
 
 
 def whole(target: MeshTarget) -> NamedSharding:
@@ -421,7 +365,7 @@ class PagedSteps:
             if UNEMBEDDING in ends:
                 ends[UNEMBEDDING] = Turned.of(ends[UNEMBEDDING], 1)
             codes, scales = (ends.get(f"{UNEMBEDDING}/{part}") for part in (CODES, SCALES))
-            if codes is not None and scales is not None and _turns(codes, scales):
+            if codes is not None and scales is not None and turns_alone(codes, scales):
                 ends[f"{UNEMBEDDING}/{CODES}"] = Turned.of(codes, 1)
         return ServingWeights(ends, states)
 
@@ -465,9 +409,10 @@ class PagedSteps:
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
                 expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
-                routed = expert and len(variable.get_value().shape) == 3
-                leaves = jax.tree.leaves(variable.get_value())
-                shares += [(leaf, chosen if routed else 1.0) for leaf in leaves]
+                value = variable.get_value()
+                routed = expert and not isinstance(value, Turned)
+                for leaf in jax.tree.leaves(value):
+                    shares.append((leaf, chosen if routed and leaf.ndim == 3 else 1.0))
         return shares
 
     def empty_pages(self, count: int) -> list[Any]:
@@ -482,6 +427,8 @@ class PagedSteps:
     @property
     def shardings(self) -> ServingWeights:
         """Shardings of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
+        if alone_on_cpu(self.steps.target):
+            return jax.tree.map(lambda _: whole(self.steps.target), self.abstract_weights)
         kept = self.steps.shardings
         params = in_order(self.steps, kept.params)
         rest = in_order(self.steps, kept.model_state)

@@ -190,13 +190,11 @@ class DecoderBlock(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
         x = gathered(self.target, x)
-        matrices = [matrix[...] for matrix in (self.query, self.key, self.value)]
-        projected = products(
-            self.target, "bsd,dhe->bshe", x, matrices, self.config.rounding, heads=True
-        )
-        biases = (self.query_bias, self.key_bias, self.value_bias)
+        matrices, rounding = (self.query, self.key, self.value), self.config.rounding
+        biases = self.query_bias, self.key_bias, self.value_bias
+        projected = products(self.target, "bsd,dhe->bshe", x, matrices, rounding, heads=True)
         query, key, value = (
-            added(heads, bias, dims=2) for heads, bias in zip(projected, biases, strict=True)
+            added(part, bias, dims=2) for part, bias in zip(projected, biases, strict=True)
         )
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)

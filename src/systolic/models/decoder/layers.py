@@ -138,20 +138,21 @@ class MLP(nnx.Module):
         del count, order
         x = gathered(self.target, x)
         if self.config.mlp.gated:
-            hidden = gated(self.config.mlp, *self._hidden(x, ("gate", "up")))
+            biases = (self.gate_bias, self.up_bias)
+            hidden = gated(self.config.mlp, *self._hidden(x, (self.gate, self.up), biases))
         else:
-            (hidden,) = self._hidden(x, ("up",))
+            (hidden,) = self._hidden(x, (self.up,), (self.up_bias,))
             hidden = ACTIVATIONS[self.config.mlp](hidden)
         hidden = self.target.constrain(hidden, "batch", "sequence", self.units)
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
         down = added(self.target.constrain(down, *STREAM), self.down_bias)
         return name(down, "down"), {}
 
-    def _hidden(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
-        matrices = [getattr(self, name)[...] for name in names]
-        biases = [getattr(self, f"{name}_bias") for name in names]
+    def _hidden(
+        self, x: jax.Array, matrices: Sequence[nnx.Param], biases: Sequence[nnx.Param | None]
+    ) -> list[jax.Array]:
         hidden = products(self.target, "bsd,df->bsf", x, matrices, self.config.rounding)
-        return [name(added(*pair), "mlp") for pair in zip(hidden, biases, strict=True)]
+        return [name(added(each, bias), "mlp") for each, bias in zip(hidden, biases, strict=True)]
 
 
 def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> jax.Array:

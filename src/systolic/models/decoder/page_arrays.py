@@ -21,6 +21,8 @@ SPLITS = 8
 """Most parts of a text that are read side by side."""
 BUSY = 512
 """Blocks that fill a GPU: with as many texts and heads no text is read in parts."""
+FEW = 16
+"""Most queries of a key-value head and text whose products on a CPU have the keys as the left operand."""
 TOGETHER = 128
 """Positions that the GPU's kernel reads at once."""
 
@@ -29,8 +31,7 @@ class LayerPages(NamedTuple):
     """Keys and values of a layer."""
 
     key: jax.Array
-    """[kv_heads, pages, page_size, head_dim], or with the last two turned round: see :attr:`PageArrays.turned`.
-    With latent attention the rotated key of all heads."""
+    """[kv_heads, pages, page_size, head_dim]; with latent attention the rotated key of all heads."""
     value: jax.Array
     """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
     scales: tuple[jax.Array, jax.Array] | None = None
@@ -176,11 +177,6 @@ class PageArrays:
         self._unsuited = unsuited
 
     @property
-    def turned(self) -> bool:
-        """Whether keys lie as [head_dim, page_size]: XLA's CPU matmuls read the contracted dim of their right operand as rows, and copy it otherwise."""
-        return self.target.platform == "cpu"
-
-    @property
     def kernel(self) -> str:
         """Name of the kernel that reads the pages, for a log."""
         if self.target.platform == "gpu":
@@ -189,9 +185,8 @@ class PageArrays:
 
     def shapes(self, pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the two arrays of a layer."""
-        key, value = self.sizes
-        inner = (key, self.page_size) if self.turned else (self.page_size, key)
-        return (self.kv_heads, pages, *inner), (self.kv_heads, pages, self.page_size, value)
+        key, value = ((self.kv_heads, pages, self.page_size, size) for size in self.sizes)
+        return key, value
 
     def axes(self, dims: int = 4) -> tuple[str | None, ...]:
         """Logical names of the dims of both, or of their 3 of scales."""
@@ -268,12 +263,12 @@ class PageArrays:
             (key, of_key), (value, of_value) = (coded(each, jnp.float32) for each in new)
 
             def scaled(old: jax.Array, new: jax.Array) -> jax.Array:
-                return self._split(write(old[..., None], rows, new[..., None], False))[..., 0]
+                return self._split(write(old[..., None], rows, new[..., None]))[..., 0]
 
             scales = scaled(pages.scales[0], of_key), scaled(pages.scales[1], of_value)
         return LayerPages(
-            self._split(write(pages.key, rows, key, self.turned)),
-            self._split(write(pages.value, rows, value, False)),
+            self._split(write(pages.key, rows, key)),
+            self._split(write(pages.value, rows, value)),
             scales,
         )
 
@@ -290,23 +285,16 @@ class PageArrays:
     def _split(self, part: jax.Array) -> jax.Array:
         return self.target.constrain(part, *self.axes())
 
-    def _write_one(
-        self, part: jax.Array, rows: PageRows, new: jax.Array, turned: bool
-    ) -> jax.Array:
+    def _write_one(self, part: jax.Array, rows: PageRows, new: jax.Array) -> jax.Array:
         place, offset = jnp.divmod(rows.positions[:, 0], self.page_size)
         page = pages_at(rows.table, place[:, None])[:, 0]
-        if turned:
-            return part.at[:, page, :, offset].set(new[:, 0])
         return part.at[:, page, offset].set(new[:, 0].swapaxes(0, 1))
 
-    def _write_chunk(
-        self, part: jax.Array, rows: PageRows, new: jax.Array, turned: bool
-    ) -> jax.Array:
+    def _write_chunk(self, part: jax.Array, rows: PageRows, new: jax.Array) -> jax.Array:
         count, length, heads, width = new.shape
         size, pages = self.page_size, -(-length // self.page_size)
         new = jnp.pad(new, ((0, 0), (0, pages * size - length), (0, 0), (0, 0)))
-        new = new.reshape(count * pages, size, heads, width)
-        new = new.transpose(2, 0, 3, 1) if turned else new.transpose(2, 0, 1, 3)
+        new = new.reshape(count * pages, size, heads, width).transpose(2, 0, 1, 3)
         place = rows.positions[:, :1] // size + jnp.arange(pages)
         return part.at[:, pages_at(rows.table, place).reshape(-1)].set(new)
 
@@ -387,13 +375,12 @@ class PageArrays:
     def _products(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """f32[kv_heads, rows, queries, positions] of keys [kv_heads, rows, pages of a row, ...]."""
         heads, count, many, size = query.shape
-        if not self.turned:
-            key = key.reshape(heads, count, -1, size)
-            return jnp.einsum("krme,krse->krms", query, key, preferred_element_type=jnp.float32)
-        # One product a page: side by side, the pages would have to be turned again.
-        wide = jnp.broadcast_to(query[:, :, None], (heads, count, key.shape[2], many, size))
-        products = jnp.einsum("krwme,krwes->krwms", wide, key, preferred_element_type=jnp.float32)
-        return products.swapaxes(2, 3).reshape(heads, count, many, -1)
+        key, wide = key.reshape(heads, count, -1, size), jnp.float32
+        if self.target.platform != "cpu" or many > FEW:
+            return jnp.einsum("krme,krse->krms", query, key, preferred_element_type=wide)
+        # XLA's CPU kernels copy the right operand; without the barrier the compiler would exchange them again.
+        products = jnp.einsum("krse,krme->krsm", key, query, preferred_element_type=wide)
+        return jax.lax.optimization_barrier(products).swapaxes(2, 3)
 
 
 def narrowed(new: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -133,11 +133,36 @@ def w8a8_product(
         return outputs * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
     summed = [operand.index(letter) for letter in operand if letter in matrix and letter not in out]
     wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, operand))
-    largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
-    scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
-    sums = sums_of(spec, _rounded(wide / scales), weights.codes)
+    codes, scales = row_codes(wide, summed)
+    sums = sums_of(spec, codes, weights.codes)
     outputs = sums.astype(jnp.float32) * spread(scales, operand, out)
     return (outputs * spread(weights.scales, matrix, out).astype(jnp.float32)).astype(x.dtype)
+
+
+def row_codes(wide: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Codes int8 of activations that were divided by factors, and a scale for each row, over the dims ``summed``."""
+    largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
+    scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
+    return _rounded(wide / scales), scales
+
+
+def joined_product(
+    x: jax.Array, weights: Quantized, sums_of: Callable[[jax.Array, Any], jax.Array]
+) -> jax.Array:
+    """Product [..., outputs] of activations [..., inputs] with several matrices that are groups of one, each with factors of its inputs.
+
+    Args:
+        x: Activations.
+        weights: Factors are [groups, inputs], and scales [1, outputs].
+        sums_of: What multiplies codes [groups, rows, inputs] and those of the weights to int32[rows, groups, outputs].
+    """
+    assert weights.inputs is not None
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    codes, scales = row_codes(flat * _inverse(weights.inputs[:, None]), (2,))
+    sums = sums_of(codes, weights.codes)
+    outputs = (sums.astype(jnp.float32) * scales[..., 0].T[..., None]).reshape(len(flat), -1)
+    outputs = outputs * weights.scales.astype(jnp.float32)
+    return outputs.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def w8a8_convolution(
