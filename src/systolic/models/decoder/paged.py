@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from systolic.chips import usual
 from systolic.job import ServedCache, Target
 from systolic.job.precision import CODES, INPUTS, SCALES
-from systolic.models.adapters import BASE, EXPERTS, STACKED, num_inputs
+from systolic.models.adapters import BASE, EXPERTS, STACKED, A, num_inputs
 from systolic.models.attention import Logits
 from systolic.models.decoder.cache import coded
 from systolic.models.decoder.page_arrays import (
@@ -578,8 +578,9 @@ def _join(flat: dict[Any, Any], first: tuple[Any, ...], names: Sequence[str]) ->
         paths = [(*block, each, part) for part in parts] or [(*block, each)]
         return [flat[path].get_value() if path in flat else None for path in paths]
 
+    adapted = any(path[: len(block)] == block and path[-1] == A for path in flat)
     joined = joined_matrices([MatrixParts(*values(each)) for each in names])
-    if joined is None:
+    if joined is None or adapted:
         return
     for number, value in enumerate(joined[: max(len(parts), 1)]):
         for each in names:
