@@ -19,7 +19,7 @@ without one they get tiles of 16 x 8, which none would run. cuBLAS's take theirs
 FEW_ROWS = ("decode", "step")
 """Steps whose matmuls have few rows, but for a prompt's part in a server's, in which Triton reads weights that are multiplied by
 the same rows one after another. Without it XLA joins them to one array first, in each step, unless a server on one GPU has them
-joined (:func:`systolic.steps.paged.joined`): 2.7 ms for 16 texts of a decoder of 1B parameters on H100, timed at 1.7."""
+joined (:func:`systolic.models.decoder.paged.joined`): 2.7 ms for 16 texts of a decoder of 1B parameters on H100, timed at 1.7."""
 PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA takes unless the environment says more (JAX's documentation)."""
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -352,7 +352,9 @@ def _without_einsums(graph: OnnxGraph) -> None:
 
 def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
     """An einsum of two operands as nodes around one MatMul; None where it is none."""
-    operands, out = node.attribute[0].s.decode().replace(" ", "").split("->")
+    operands, _, out = node.attribute[0].s.decode().replace(" ", "").partition("->")
+    if len(node.input) != 2 or not out or "." in operands:
+        return None
     left, right = operands.split(",")
     summed = "".join(letter for letter in left if letter in right and letter not in out)
     weights = graph.value(node.input[1])
@@ -434,7 +436,8 @@ def _norms_into_convolutions(graph: OnnxGraph) -> None:
     """Sums and products with a number for each channel that follow a convolution become its weights and bias."""
     for node in [node for node in graph.nodes if node.op_type == "Conv"]:
         weights = graph.value(node.input[1])
-        if weights is None or len(graph.readers[node.input[1]]) > 1:
+        computed_bias = len(node.input) > 2 and graph.value(node.input[2]) is None
+        if weights is None or computed_bias or len(graph.readers[node.input[1]]) > 1:
             continue
         bias = graph.value(node.input[2]) if len(node.input) > 2 else np.zeros(len(weights))
         factor, shift = np.ones(len(weights)), np.asarray(bias, np.float64)

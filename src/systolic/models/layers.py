@@ -270,7 +270,8 @@ def _pooled(size: int, stride: int, pads: Any, x: jax.Array) -> tuple[jax.Array,
     )
     # The place of the first maximum of each window, found by order alone: a compiler that computes ``x`` again, rounded
     # otherwise, finds no number equal to ``largest``.
-    place, most = jnp.zeros(largest.shape, jnp.int8), jnp.full(largest.shape, -jnp.inf, x.dtype)
+    number_dtype = jnp.int8 if size * size <= 128 else jnp.int32
+    place, most = jnp.zeros(largest.shape, number_dtype), jnp.full(largest.shape, -jnp.inf, x.dtype)
     for number, (row, column) in enumerate(itertools.product(range(size), repeat=2)):
         limit = (
             len(x),
@@ -279,7 +280,7 @@ def _pooled(size: int, stride: int, pads: Any, x: jax.Array) -> tuple[jax.Array,
             x.shape[3],
         )
         tap = jax.lax.slice(wide, (0, row, column, 0), limit, (1, stride, stride, 1))
-        place = jnp.where(tap > most, jnp.int8(number), place)
+        place = jnp.where(tap > most, number_dtype(number), place)
         most = jnp.maximum(tap, most)
     return largest, (x, place)
 

@@ -146,7 +146,7 @@ def _tensor(
             needs[ways] = need(ways)
         except LayoutError:
             continue
-        if needs[1].fits:
+        if ways == 1 and needs[1].fits:
             return 1, f"{_of(needs[1])} fit on one device"
     if not needs:
         return (
@@ -154,7 +154,7 @@ def _tensor(
             "",
         )  # The expert axis does not divide the model, which is refused with the sizes that do.
     holding = [ways for ways, engine_need in needs.items() if engine_need.fits]
-    why = f"{_of(needs[1])} do not fit on one device"
+    why = f"{_of(needs[min(needs)])} do not fit on one device"
     if not holding:
         return max(needs), f"{why}; {max(needs)} is the most that divides it"
     least = holding[0]

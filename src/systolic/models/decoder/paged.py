@@ -65,7 +65,7 @@ DECODE_QUERIES = 8
 TURNED = ("query", "key", "value", "out", "gate", "up", "down")
 """Names of the matrices of a layer that are turned for a CPU: those that a product reads in one way alone."""
 JOINED = ((("query",), ("key",), ("value",)), (("mlp", "gate"), ("mlp", "up")))
-"""Paths of the matrices of a layer that read the same activations, and are multiplied as one on one CPU or GPU."""
+"""Paths of the matrices of a layer that read the same activations, and are multiplied as one on one GPU; on one CPU those of these last names, wherever they lie in a layer."""
 
 
 class RaggedPages(NamedTuple):
@@ -515,6 +515,8 @@ def one_of(stacked: Any, number: int) -> Any:
 def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
     """The weights of a layer with its dense matrices, plain or in int8 with a scale an output, as :class:`Turned`; latents' and experts' as they are.
 
+    Matrices that read the same activations are one, in the place of the first; the others hold nothing.
+
     Args:
         state: Of one layer.
         wide: Whether plain ones are float32.
@@ -552,7 +554,8 @@ def joined(state: nnx.State) -> nnx.State:
     """The weights of a layer with plain matrices of the same rows as :class:`Joined` in the first's place, the others without outputs.
 
     XLA's GPU compiler joins such products itself, and where cuBLAS runs them copies the matrices side by side for it in each step: a
-    fifth of the step that reads 512 tokens of a prompt with a decoder of 1B parameters on H100, as forecast.
+    fifth of the step that reads 512 tokens of a prompt with a decoder of 1B parameters on H100, as forecast. The others stay, since
+    shardings of weights that are not joined are given to the leaves in turn.
     """
     flat = dict(nnx.to_flat_state(state))
     for paths in JOINED:
@@ -578,9 +581,10 @@ def _join(flat: dict[Any, Any], first: tuple[Any, ...], names: Sequence[str]) ->
         paths = [(*block, each, part) for part in parts] or [(*block, each)]
         return [flat[path].get_value() if path in flat else None for path in paths]
 
-    adapted = any(path[: len(block)] == block and path[-1] == A for path in flat)
+    if any(path[: len(block)] == block and path[-1] == A for path in flat):
+        return
     joined = joined_matrices([MatrixParts(*values(each)) for each in names])
-    if joined is None or adapted:
+    if joined is None:
         return
     for number, value in enumerate(joined[: max(len(parts), 1)]):
         for each in names:

@@ -72,7 +72,7 @@ class Shapes:
     programs: Annotated[int | None, COUNT] = None
     """Most programs to compile; None takes 8, or 16 where rows differ in length."""
     positions: Annotated[int | None, COUNT] = None
-    """Most rows x length of a batch; None takes what ``largest`` rows of 512 positions have."""
+    """Most rows x length of a batch; None takes what ``largest`` rows of 512 positions have; on a CPU, 256 for each core."""
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
@@ -155,10 +155,10 @@ def choose(
     if longest is None:
         count = shapes.programs or FIXED
         halves = _falling(largest, ways, 2)
-        if linear and len(halves) <= count:
-            return BucketGrid(rows=halves, lengths=[None], padding_share=0.0)
-        sizes, share = _sizes(rows, count, ways)
         measured = bool(shapes.traffic.examples)
+        if linear and len(halves) <= count:
+            return BucketGrid(rows=halves, lengths=[None], padding_share=0.0, measured=measured)
+        sizes, share = _sizes(rows, count, ways)
         return BucketGrid(rows=sizes, lengths=[None], padding_share=share, measured=measured)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)

@@ -12,6 +12,7 @@ from weakref import WeakMethod, ref
 
 import numpy as np
 
+from systolic.chips.host import num_cpus
 from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError
 from systolic.data.audio import Recordings
@@ -598,7 +599,7 @@ def buckets_of(intake: Intake, options: BatchOptions) -> BucketGrid:
         return BucketGrid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
     shapes = options.shapes
     if form.linear and shapes.positions is None:
-        shapes = replace(shapes, positions=CORE_POSITIONS * (os.cpu_count() or 1))
+        shapes = replace(shapes, positions=CORE_POSITIONS * num_cpus())
     return choose(shapes, longest=form.longest, ways=form.ways, linear=form.linear)
 
 
