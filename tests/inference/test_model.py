@@ -14,6 +14,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.reporter import Reporter, reporting
 from systolic.formats.outline import contents_of, weight_bytes
+from systolic.inference.results import check_files
 
 SIZES = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
 JOB = f"{SIZES} --model.head-dim 8 --sequence 32 --batch 4 --steps 3 --checkpoints.every 2"
@@ -251,3 +252,10 @@ def test_one_stop_string_and_one_file_need_no_list(home: Path) -> None:
     (answer,) = model.predict([file])
     assert answer["tokens"] > 0
     assert model.predict(file) == model.predict(str(file)) == [answer]
+
+
+def test_a_folder_in_place_of_a_file_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotFoundError, match=r"is not a file; it is a folder, give its files \(\S+/\*\)"
+    ):
+        check_files([tmp_path])

@@ -31,6 +31,8 @@ from systolic.models.vision.config import (
 )
 from systolic.models.vision.module import sincos
 from systolic.steps import jaxpr
+from systolic.steps.step_functions import StepFunctions
+from systolic.steps.tasks import Classification
 from tests.models.decoders import drawn
 from tests.models.images import CLASSES, COLOURED, MODELS, batch, noisy, steps
 from tests.tiers import some
@@ -458,6 +460,10 @@ def test_a_batch_on_a_cpu_is_answered_in_pieces(rows: int, monkeypatch: pytest.M
     assert ("[4,16,16,4]" in text, "[8,16,16,4]" in text) == (rows == 8, False)
 
 
+class OwnTask(Classification):
+    """A task that is not of this package."""
+
+
 def test_the_cores_of_a_cpu_answer_parts_of_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     of = steps(MODELS["cnn"], batch=8)
     weights, image = start(of), batch(of)["image"]
@@ -473,6 +479,9 @@ def test_the_cores_of_a_cpu_answer_parts_of_a_large_batch(monkeypatch: pytest.Mo
         monkeypatch.setattr(predictor, "CORE_MFLOPS", least / 1e6)
         assert Predictor(FixedForm(of), *weights).of_core(eight) == own
     assert Predictor(FixedForm(of), *weights).of_core(Bucket(rows=7)) == Bucket(rows=7)
+    # Examples of another's task may depend on each other.
+    alien = StepFunctions(replace(of.job, task=OwnTask()), of.target)
+    assert Predictor(FixedForm(alien), *weights).of_core(eight) == eight
     monkeypatch.setattr(predictor, "CORE_MFLOPS", half / 2e6)
     parts = Predictor(FixedForm(of), *weights)
     # Of two rows a core would have one; they share the program of four.

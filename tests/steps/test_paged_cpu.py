@@ -160,6 +160,7 @@ def test_products_of_a_turned_matrix_are_those_of_the_matrix(
         integer_product(target, spec, whole, turned_codes), exact(whole, codes)
     )
     found = codes_product(target, spec, x, turned_codes)
+    assert np.isnan(codes_product(target, spec, x * np.nan, turned_codes)).all()
     np.testing.assert_allclose(found, exact(x, codes), atol=1, rtol=1e-3)
 
 

@@ -57,7 +57,9 @@ def refuse_pointer(file: Path) -> None:
 
 
 def nearest_file(path: Path) -> str:
-    """``"; did you mean data/train.jsonl?"`` for a path that is not there: the file or folder beside it that has the nearest name, else ``""``."""
+    """``"; did you mean data/train.jsonl?"`` for a path that is not there: the file or folder beside it that has the nearest name, else ``""``; of a folder, that it is one."""
+    if path.is_dir():
+        return f"; it is a folder, give its files ({path}/*)"
     try:
         names = {sibling.name.lower(): sibling for sibling in path.parent.iterdir()}
     except OSError:

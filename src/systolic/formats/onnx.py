@@ -377,8 +377,8 @@ def _dense(graph: OnnxGraph, x: str, weights: np.ndarray, before: int, summed: i
     matrix = weights.reshape(int(np.prod(weights.shape[:summed])), -1)
     x = nodes[-1].output[0] if nodes else x
     nodes.append(graph.node("MatMul", [x, graph.constant(matrix)]))
-    if weights.ndim > summed + 1:
-        shape = np.array([0] * before + list(weights.shape[summed:]))
+    if weights.ndim != summed + 1:
+        shape = np.array([0] * before + list(weights.shape[summed:]), np.int64)
         nodes.append(graph.node("Reshape", [nodes[-1].output[0], graph.constant(shape)]))
     return nodes
 
@@ -506,7 +506,7 @@ def _with_number(graph: OnnxGraph, node: Any) -> tuple[str | None, np.ndarray | 
     """The other input of a node that reads a single number, and the number."""
     for place in (0, 1):
         number = graph.value(node.input[place]) if len(node.input) == 2 else None
-        if number is not None and number.ndim == 0:
+        if number is not None and number.ndim == 0 and number.dtype.kind == "f":
             return node.input[1 - place], number
     return None, None
 
@@ -552,9 +552,14 @@ def _pooled(array: Any, params: Any) -> Any:
     """A largest value of windows as that of shifted slices: a MaxPool with the channels last is none that ONNX Runtime has."""
     import jax
 
-    low = np.array(-np.inf, array.dtype)
-    padding = [(before, after, 0) for before, after in params["padding"]]
-    array = jax.lax.pad(array, low, padding) if np.any(params["padding"]) else array
+    # By parts of the array itself: the converter pads none whose batch is free.
+    for axis, counts in enumerate(params["padding"]):
+        edges = [
+            jax.numpy.full_like(jax.lax.slice_in_dim(array, 0, count, axis=axis), -np.inf)
+            for count in counts
+        ]
+        parts = [part for part in (edges[0], array, edges[1]) if part.shape[axis]]
+        array = jax.lax.concatenate(parts, axis) if any(counts) else array
     windows, strides = params["window_dimensions"], params["window_strides"]
     largest = None
     for place in itertools.product(*map(range, windows)):

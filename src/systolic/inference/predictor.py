@@ -18,9 +18,9 @@ from systolic.core.errors import OptionError
 from systolic.core.files import digest
 from systolic.data.audio import Recordings, checked_prompt
 from systolic.data.text.text_data import Sentences
-from systolic.formats.program.model import ExportedProgram
 from systolic.inference.rows import Bucket, Row
 from systolic.job.data import MASK
+from systolic.models.program.config import ForeignModel
 from systolic.models.whisper.config import Whisper, language_of, name_of, token_of
 from systolic.steps.decode import Transcribe
 from systolic.steps.jaxpr import FoldedProgram
@@ -214,9 +214,11 @@ class Predictor:
         self._options = target.compiler_options
         self._jitted = jax.jit(form.function(), compiler_options=self._options)
         self._folds = target.platform == "cpu" and target.mesh.size == 1
-        # An imported program has a batch of its own, whose examples may depend on each other.
-        imported = isinstance(form.steps.job.model, ExportedProgram)
-        self._divides = self._folds and form.steady and not imported
+        # Examples of a model or task that is not of this package may depend on each other.
+        job = form.steps.job
+        own = all(type(part).__module__.startswith("systolic.") for part in (job.model, job.task))
+        independent = own and not isinstance(job.model, ForeignModel)
+        self._divides = self._folds and form.steady and independent
         self._constants: dict[str, list[jax.Array]] = {}
         self._described: dict[Bucket, Constants] = {}
         self._compiled: dict[Bucket, Callable[[Arrays], Any]] = {}

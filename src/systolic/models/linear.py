@@ -375,7 +375,8 @@ def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array | Tu
         return plain_product(target, spec, x, codes.astype(x.dtype))
     rows, wide = len(matrices.flat), matrices.flat.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    scales = jnp.where(largest > 0, largest, DIGITS) * (1 / DIGITS)
+    # A row with what is no number has no number in its results either.
+    scales = jnp.where(largest == 0, DIGITS, largest) * (1 / DIGITS)
     whole = jnp.round(wide / scales)
     high = jnp.round(whole * (1 / BASE))
     digits = jnp.concatenate([high, whole - high * BASE]).astype(jnp.int8)

@@ -47,3 +47,11 @@ def test_transparency_lies_on_white(tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             found, [[[255, 0, 0], [255, 255, 255]], [[127, 127, 127], [0, 0, 255]]]
         )
+
+
+def test_a_picture_that_would_be_resized_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "long.png"
+    Image.new("RGB", (1, 101)).save(file)
+    with pytest.raises(DataError, match="1 x 101 pixels, and one side may be 100 times the other"):
+        Preparation(side=224, shorter=256).apply(file, 3)
+    assert Preparation(side=1, resize=False).apply(file, 3).shape == (1, 1, 3)

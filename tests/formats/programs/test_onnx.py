@@ -146,7 +146,7 @@ sizes = dict(b=2, s=5, t=7, h=3, g=1, k=2, d=4, e=6, n=1)
 for equation, matmul in {
     "bsd,dhe->bshe": True, "bshd,hde->bse": "weights", "bskgd,btkd->bkgst": True, "bkgst,btkd->bskgd": True,
     "btkd,gbkst->bkdgs": True, "bsd,bsd->bs": False, "bsd,bte->bsdte": False, "sd,td->ts": True, "hsd,hde->hse": True,
-    "bsd,he->bshe": False, "shd,hd->sh": False, "bshkd,tkd->bshtk": True, "bsd,bsd->bsd": False,
+    "bsd,d->bs": "weights", "bshe,he->bs": "weights", "d,d->": False, "bsd,he->bshe": False, "shd,hd->sh": False, "bshkd,tkd->bshtk": True, "bsd,bsd->bsd": False,
 }.items():
     (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
     for weights in (False, True):
@@ -166,6 +166,7 @@ for chain, left in (
     ([("Add", "y row")], ["Conv", "Add"]),
     ([("Mul", "y y")], ["Conv", "Mul"]),
     ([("Max", "y six"), ("Min", "y zero")], ["Conv", "Max", "Min"]),
+    ([("Add", "y row"), ("Max", "y zero")], ["Conv", "Add", "Relu"]),
 ):
     nodes, last = [helper.make_node("Conv", ["x", "w"], ["y0"])], "y0"
     for number, (kind, words) in enumerate(chain):
@@ -174,6 +175,15 @@ for chain, left in (
         last = name
     used = {name: kernel[name] for name in {"w", *(w for _, words in chain for w in words.split())} - {"y"}}
     assert outputs(nodes, image, used, 4) == left, chain
+
+# Whole numbers, which ONNX Runtime has no Relu for.
+whole = [
+    helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT64),
+    helper.make_node("Cast", ["zero"], ["none"], to=TensorProto.INT64),
+    helper.make_node("Max", ["i", "none"], ["m"]),
+    helper.make_node("Cast", ["m"], ["out"], to=TensorProto.FLOAT),
+]
+assert outputs(whole, image, {"zero": kernel["zero"]}, 4) == ["Cast", "Max", "Cast"]
 """
 
 

@@ -19,9 +19,11 @@ from systolic.serving.request import ExpiredError
 from tests.serving.batch.stub import Told
 
 
-def opened(rows: Sequence[int] = (8,)) -> BatchQueue:
+def opened(rows: Sequence[int] = (8,), delay_seconds: float = 0.0) -> BatchQueue:
     grid = BucketGrid(rows=rows, lengths=[None], padding_share=0.0)
-    queue = BatchQueue(Lanes(grid), most=100, most_bytes=1000, delay_seconds=0.0, name="numbers")
+    queue = BatchQueue(
+        Lanes(grid), most=100, most_bytes=1000, delay_seconds=delay_seconds, name="numbers"
+    )
     queue.open()
     return queue
 
@@ -69,6 +71,14 @@ def test_a_deadline_that_passes_meanwhile_ends_it_once() -> None:
     assert [facts.ended for facts in told.answers] == [Ended.cancelled, Ended.expired]
     assert queue.waiting == 0
     assert queue.empty(0)
+
+
+def test_rows_of_one_request_wait_for_no_others() -> None:
+    """The rest of a request whose first rows are computed; before, it waited for itself."""
+    queue = opened(rows=(2,), delay_seconds=60.0)
+    admitted(queue, 3)
+    taken = [queue.take() for _ in range(2)]
+    assert [len(call.rows) for call in taken if call is not None] == [2, 1]
 
 
 def test_an_answer_after_the_deadline_is_none() -> None:

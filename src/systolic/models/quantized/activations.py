@@ -142,7 +142,8 @@ def w8a8_product(
 def row_codes(wide: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Codes int8 of activations that were divided by factors, and a scale for each row, over the dims ``summed``."""
     largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
-    scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
+    # A row with what is no number has no number in its results either.
+    scales = jnp.where(largest == 0, LARGEST, largest) * (1 / LARGEST)
     return _rounded(wide / scales), scales
 
 

@@ -367,7 +367,9 @@ class BatchQueue:
 
     def _comes(self) -> bool:
         """Whether a request is read or computed beside those that wait: without any, a wait for others is one for nothing."""
-        return any(request.read is None or request.taken for request in self._open)
+        return any(
+            request.read is None or (request.taken and not request.rows) for request in self._open
+        )
 
     def _begun(self, call: BatchCall, now: float) -> BatchCall | None:
         """The rows whose requests were not cancelled; those can't be from now on."""
