@@ -278,7 +278,7 @@ def _of_library(function: types.FunctionType) -> tuple[Any, ...] | None:
         },
     }
     arguments = (function.__code__, name, function.__name__, empty)
-    return restored.library_function, arguments, state, None, None, restored.fill_function
+    return restored.function_of_library, arguments, state, None, None, restored.fill_function
 
 
 def _importable(obj: Any) -> bool:

@@ -211,7 +211,7 @@ def code(maker: Callable[..., Any], arguments: tuple[Any, ...], file: str) -> ty
     return maker(*arguments).replace(co_filename=file)
 
 
-def library_function(code: Any, module: str, name: str, closure: tuple[Any, ...]) -> Any:
+def function_of_library(code: Any, module: str, name: str, closure: tuple[Any, ...]) -> Any:
     """A function inside one of an installed package, with the globals of its module there."""
     from importlib import import_module
 
@@ -219,7 +219,7 @@ def library_function(code: Any, module: str, name: str, closure: tuple[Any, ...]
 
 
 def fill_function(function: Any, state: Mapping[str, Any]) -> None:
-    """Fills the closure and attributes of a :func:`library_function`."""
+    """Fills the closure and attributes of a :func:`function_of_library`."""
     for cell, filled in zip(function.__closure__ or (), state["closure"], strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             cell.cell_contents = filled.cell_contents

@@ -493,11 +493,10 @@ def _clips(graph: OnnxGraph) -> None:
         else:
             continue
         instead.output[0] = then.output[0]
-        gone = (node, then)
         graph.nodes = [
             instead if other is then else other
             for other in graph.nodes
-            if other is then or all(other is not part for part in gone)
+            if other is then or other is not node
         ]
         graph.index()
 
