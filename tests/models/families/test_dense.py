@@ -33,9 +33,9 @@ TOKENS = np.random.default_rng(0).integers(0, 120, (2, 17))
 POSITIONS = jnp.asarray(np.broadcast_to(np.arange(17), TOKENS.shape))
 
 
-def logits_of(model: Any) -> np.ndarray:
+def logits_of(model: Any, tokens: np.ndarray = TOKENS) -> np.ndarray:
     with torch.no_grad():
-        return model(torch.tensor(TOKENS), use_cache=False).logits.float().numpy()
+        return model(torch.tensor(tokens), use_cache=False).logits.float().numpy()
 
 
 @pytest.mark.parametrize(
@@ -88,21 +88,26 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", some(FAMILIES, ["gemma2"]))
 def test_bfloat16_is_as_near_as_it_rounds(name: str, tmp_path: Path) -> None:
-    """Both sides round after other operations: the mean difference from float32 is that of transformers itself."""
+    """Both sides round after other operations: the mean difference from float32 is that of transformers itself.
+
+    Of two texts alone the ratio is 0.93 by a standard deviation of 0.1 (12 of qwen3, up to 1.27); so many average it.
+    """
+    texts = np.random.default_rng(1).integers(0, 120, (32, 17))
     theirs = random_model(*CASES[name])
-    exact = logits_of(theirs)
+    exact = logits_of(theirs, texts)
     config, tensors = saved(theirs, tmp_path)
     known = family(config, "the model")
     _, arrays = converted(known, config, tensors)
     made = structure(known.model(config), "bfloat16")
     narrow = {path: array.astype(jnp.bfloat16) for path, array in arrays.items()}
     graph, state = nnx.split(made.module(narrow, {}, train=False))
-    tokens = jnp.asarray(TOKENS)
-    call = jax.jit(lambda state: nnx.merge(graph, state)(tokens, jnp.ones_like(tokens), POSITIONS))
+    tokens = jnp.asarray(texts)
+    positions = jnp.broadcast_to(jnp.arange(17), tokens.shape)
+    call = jax.jit(lambda state: nnx.merge(graph, state)(tokens, jnp.ones_like(tokens), positions))
     logits = call(state)
     assert logits.dtype == jnp.bfloat16
-    own = np.abs(logits_of(theirs.bfloat16()) - exact).mean()
-    assert np.abs(np.asarray(logits, np.float32) - exact).mean() < 1.2 * own
+    own = np.abs(logits_of(theirs.bfloat16(), texts) - exact).mean()
+    assert np.abs(np.asarray(logits, np.float32) - exact).mean() < 1.1 * own
 
 
 def test_the_text_part_of_a_multimodal_gemma(tmp_path: Path) -> None:
