@@ -648,7 +648,7 @@ def intake_of(
     """
     data, model = steps.job.data, steps.job.model
     if isinstance(data, Sentences) and isinstance(model, Encoder):
-        return TextIntake(TextReader(steps, data), model.vocab, limits)
+        return TextIntake(TextReader(steps), model.vocab, limits)
     if isinstance(data, Recordings):
         return SpeechIntake(SpeechReader(steps), limits)
     form = FixedForm(steps)
