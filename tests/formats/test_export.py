@@ -24,6 +24,7 @@ from systolic.models.decoder.options import Mup
 from systolic.models.vision.config import CNN
 from tests.formats import folders
 from tests.formats.gguf.test_gguf import KINDS, write
+from tests.models.families import test_image_families as image_families
 from tests.steps import tiny
 from tests.tiers import some
 
@@ -54,6 +55,8 @@ def other(name: str) -> Any:
     shared |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     decoders = {**shared, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
+    if name in image_families.CASES:
+        return image_families.made(*image_families.CASES[name])
     if name == "bert":
         config = transformers.BertConfig(**shared, max_position_embeddings=64)
         return transformers.BertForMaskedLM(config)
@@ -69,7 +72,13 @@ def other(name: str) -> Any:
     return folders.llama(tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("name", some(["llama", "mixtral", "bert", "vit"], ("llama", "bert")))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        ["llama", "mixtral", "bert", "vit", "resnet-basic", "mobilenet-torch"],
+        ("llama", "bert", "resnet-basic"),
+    ),
+)
 def test_a_family_comes_home_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = other(name)
     model.save_pretrained(tmp_path / "theirs")

@@ -3,8 +3,10 @@
 import csv
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax.monitoring
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from systolic.job.data import Field
 from systolic.job.model import RESERVED_TERMS
 from systolic.runs import metrics
 from systolic.runs.metrics import TrainRecord
+from systolic.serving.facts import COMPILED
 
 RECIPE = '''
 from dataclasses import dataclass
@@ -110,6 +113,32 @@ def test_new_rows_are_answered(
     line, _ = capsys.readouterr().err.splitlines()
     assert "has 3 columns (weight, size, age), and the model takes x float32[3]" in line
     assert line.endswith("it lacks height")
+
+
+def test_an_opened_model_compiles_once_for_a_size(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps({"x": [1, 2, 3], "size": 4}) + "\n"
+    files = {rows: tmp_path / f"{rows}.jsonl" for rows in (1, 3)}
+    for rows, file in files.items():
+        file.write_text(line * rows)
+    model, compiled = systolic.open(run), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event == COMPILED else None
+    )
+    counts, answers = [], []
+    for rows in (1, 1, 3):
+        before = len(compiled)
+        answers.append(model.predict(files[rows]))
+        counts.append(len(compiled) - before)
+    assert [count > 0 for count in counts] == [True, False, True]
+    with ThreadPoolExecutor(2) as threads:
+        again = list(threads.map(model.predict, [files[rows] for rows in (1, 1, 3)]))
+    assert (again, len(compiled)) == (answers, sum(counts))
+    capsys.readouterr()
+    assert main(["predict", str(run), *map(str, files.values()), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["predictions"]
+    assert [row["rows"] for row in listed] == [answers[0][0]["rows"], answers[2][0]["rows"]]
 
 
 def test_arrays_are_answered_as_files_are(run: Path, tmp_path: Path) -> None:

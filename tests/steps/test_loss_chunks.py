@@ -20,6 +20,7 @@ from systolic.steps.logits import cross_entropy, cross_entropy_on_cpu, log_norma
 from systolic.steps.step_functions import StepFunctions
 from systolic.steps.target import MeshTarget, make_mesh
 from systolic.steps.tasks import LanguageModel, Unit, cross_entropy_of
+from tests.compiles import as_users_do
 from tests.steps import tiny
 from tests.steps.test_layouts import check, on_eight_devices
 from tests.tiers import some
@@ -221,6 +222,29 @@ def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
 def test_there_is_at_least_one_tile() -> None:
     with pytest.raises(LayoutError, match=r"loss-chunks is 0; .* must be at least 1"):
         Layout(loss_chunks=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_target_that_is_the_likeliest_is_found_behind_a_norm(dtype: Any) -> None:
+    """As users compile it: logits may be computed again for the gather, rounded otherwise than those that it is compared with."""
+    draw = np.random.default_rng(0)
+    x, kernel, scale, bias = (
+        jnp.asarray(draw.normal(size=shape), dtype) for shape in ((32, 16), (16, 300), 300, 300)
+    )
+    full = as_users_do() | {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+
+    def scored(kernel: Any) -> Any:
+        y = x @ kernel
+        centred = y - y.mean(-1, keepdims=True)
+        y = centred * (jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5) * scale) + bias
+        scores = cross_entropy_on_cpu(y, jnp.argmax(y.astype(jnp.float32), -1))
+        return scores.nats.sum(), scores.best
+
+    compiled = jax.jit(jax.value_and_grad(scored, has_aux=True)).lower(kernel).compile(full)
+    assert compiled(kernel)[0][1].tolist() == [1.0] * 32
 
 
 def test_the_form_for_a_cpu_scores_the_same() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from systolic.steps import logits as choosing
 from systolic.steps.logits import Cuts, Draw
+from tests.compiles import as_users_do
 
 # As a server runs them, and in one compile a shape.
 choose, choose_by_all = jax.jit(choosing.choose), jax.jit(choosing.choose_by_all)
@@ -96,6 +97,38 @@ def test_no_temperature_takes_the_likeliest_and_says_its_logarithm():
     np.testing.assert_array_equal(latest[:5], logits.argmax(-1))
     wanted = jax.nn.log_softmax(logits)[np.arange(5), logits.argmax(-1)]
     np.testing.assert_allclose(made.logprob, wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_likeliest_is_found_behind_a_norm_and_penalties(dtype):
+    """As users compile it: XLA may compute logits again, rounded otherwise than the largest that they are compared with."""
+    full = as_users_do() | {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
+    rows, choices = 16, [choosing.choose_by_all, lambda *given: choosing.choose(*given[:3])]
+
+    def chosen(x, kernel, scale, bias, how, given):
+        y = x @ kernel
+        centred = y - y.mean(-1, keepdims=True)
+        y = centred * (jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5) * scale) + bias
+        logits, latest = y.astype(jnp.float32), jnp.zeros((rows,), jnp.int32)
+        return logits, [choice(logits, latest, how, given)[0].tokens for choice in choices]
+
+    compiled = None
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        shapes = ((rows, 24), (24, VOCAB), VOCAB, VOCAB)
+        arrays = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+        given = cuts(rows, rng.integers(0, VOCAB, 90).tolist(), 7, [(3, 0.7)], presence=0.3,
+                     frequency=0.21, repetition=1.37, top_p=0.9, min_p=0.1)  # fmt: skip
+        arguments = (*arrays, draw(rows, 0.0), given)
+        compiled = compiled or jax.jit(chosen).lower(*arguments).compile(full)
+        logits, tokens = compiled(*arguments)
+        for scores, found in zip((penalised(logits, given), logits), tokens, strict=True):
+            own = np.take_along_axis(np.asarray(scores), np.asarray(found)[:, None], -1)[:, 0]
+            assert (own >= scores.max(-1) - 1e-4).all()
 
 
 def test_a_row_is_the_same_alone_and_among_others():

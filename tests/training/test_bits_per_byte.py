@@ -10,7 +10,7 @@ import pytest
 
 from systolic.data.text.documents import Documents, StandardLibrary
 from systolic.data.text.text_data import TextData
-from systolic.inference.predictions import predictions
+from systolic.inference.predictions import RowPrograms, predictions
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
 from systolic.runs.weights import Weights
@@ -37,7 +37,7 @@ def test_eval_and_predict_agree_on_a_documents_bits_per_byte(tmp_path: Path):
     setup, weights, found = measured(data)
     binary = tmp_path / "bin.txt"
     binary.write_bytes(b"words \x00\x01\xff" * 100)
-    (_, answer), (_, refused) = predictions(setup.steps, weights, [text, binary])
+    (_, answer), (_, refused) = predictions(RowPrograms(setup.steps, weights), [text, binary])
     assert "bin.txt is binary, not text (a zero byte at 6)" in refused["error"]
     # Three targets, two of which are bytes: a, b and the document's end.
     assert answer["tokens"] == 3

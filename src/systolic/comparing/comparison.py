@@ -192,14 +192,14 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
         from systolic.formats.comparison import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
-    from systolic.inference.predictions import Runner
+    from systolic.inference.predictions import RowPrograms, Runner
 
     rows = next(len(array) for name, array in inputs.items() if name not in data.repeated)
     examples = (
         {name: array if name in data.repeated else array[row] for name, array in inputs.items()}
         for row in range(rows)
     )
-    each = list(Runner(steps, weights, rows, data.together)(examples))
+    each = list(Runner(RowPrograms(steps, weights), rows, data.together)(examples))
     return {name: np.stack([np.atleast_1d(outputs[name]) for outputs in each]) for name in each[0]}
 
 

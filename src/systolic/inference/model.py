@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from systolic.formats.source import Source
     from systolic.inference.generation import Generator
+    from systolic.inference.predictions import RowPrograms
     from systolic.runs.weights import Weights
     from systolic.setup import Setup
     from systolic.steps.step_functions import StepFunctions
@@ -319,6 +321,8 @@ class TrainedModel:
         self.warnings: list[str] = []
         self.warn = self.warnings.append if warn is None else warn
         self._generators: dict[Sampling, Generator] = {}
+        self._lock = threading.Lock()
+        self._kept: RowPrograms | None = None
 
     def __repr__(self) -> str:
         """Kind, origin and size in one line."""
@@ -539,6 +543,16 @@ class TrainedModel:
 
     # Prediction
 
+    @property
+    def _programs(self) -> "RowPrograms":
+        """Programs of predictions, kept for the next call."""
+        from systolic.inference.predictions import RowPrograms
+
+        with self._lock:
+            if self._kept is None:
+                self._kept = RowPrograms(self.setup.steps, self.weights)
+            return self._kept
+
     def predict(
         self, files: Path | str | Sequence[Path | str] | Mapping[str, Any]
     ) -> list[dict[str, Any]]:
@@ -550,7 +564,7 @@ class TrainedModel:
         if isinstance(files, Mapping):
             from systolic.inference.predictions import answers_of
 
-            return answers_of(self.setup.steps, self.weights, files)
+            return answers_of(self._programs, files)
         return [answer for _, answer in self.predictions(files)]
 
     def predictions(
@@ -581,15 +595,15 @@ class TrainedModel:
         if self.takes_texts:
             from systolic.inference.predictions import embeddings
 
-            yield from embeddings(self.setup.steps, self.weights, list(several))
+            yield from embeddings(self._programs, list(several))
             return
         paths = [Path(file) for file in several]
         if self.takes_rows:
             from systolic.inference.predictions import rows_of
 
-            yield from rows_of(self.setup.steps, self.weights, paths)
+            yield from rows_of(self._programs, paths)
             return
-        yield from predictions(self.setup.steps, self.weights, paths)
+        yield from predictions(self._programs, paths)
 
     def outputs(self, file: Path | str) -> dict[str, Any]:
         """Outputs of an exported program for all examples of an ``.npz`` file: name to array [examples, ...].
@@ -601,7 +615,7 @@ class TrainedModel:
         """
         from systolic.inference.predictions import output_arrays
 
-        return output_arrays(self.setup.steps, self.weights, Path(file))
+        return output_arrays(self._programs, Path(file))
 
     @property
     def takes_rows(self) -> bool:

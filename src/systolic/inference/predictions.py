@@ -2,10 +2,11 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from systolic.inference.predictor import Arrays as Given
 from systolic.inference.predictor import (
     Example,
     FixedForm,
+    Form,
     Predictor,
     SpeechReader,
     TextReader,
@@ -40,28 +42,51 @@ SHORTEST = 8
 """Fewest tokens of a row."""
 ROWS = 256
 """Most rows of a call."""
+Reader = TypeVar("Reader", bound=Form | TextReader | SpeechReader)
+
+
+class RowPrograms:
+    """Programs of a model over rows, one for each size of a call, kept for later calls by any thread.
+
+    Sizes are powers of two up to :data:`ROWS`, so they are few.
+    """
+
+    def __init__(self, steps: StepFunctions, weights: Weights) -> None:
+        self.steps, self.weights = steps, weights
+        self._lock = threading.Lock()
+        self._kept: dict[Any, tuple[Any, Predictor]] = {}
+
+    def of(self, make: Callable[[StepFunctions], Reader]) -> tuple[Reader, Predictor]:
+        """A reader of rows that ``make`` makes of the steps, a form or what has one, and the predictor of its form; the first call makes them."""
+        with self._lock:
+            if make not in self._kept:
+                reader, weights = make(self.steps), self.weights
+                form = reader if isinstance(reader, Form) else reader.form
+                predictor = Predictor(form, weights.params, weights.model_state)
+                self._kept[make] = reader, predictor
+            return self._kept[make]
 
 
 def predictions(
-    steps: StepFunctions, weights: Weights, files: Sequence[Path]
+    programs: RowPrograms, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Predictions by file, as plain values, in the order of the files.
 
     For a file that can't be read ``error`` has the reason.
     """
-    data = steps.job.data
+    data = programs.steps.job.data
     if isinstance(data, Recordings):
-        yield from transcriptions(steps, weights, files)
+        yield from transcriptions(programs, files)
         return
     if isinstance(data, TextData) and "targets" in data.fields():
         for file in files:
             try:
-                yield file, _score(steps, weights, data, file)
+                yield file, _score(programs, data, file)
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
     if isinstance(data, InputFiles):
-        run = Runner(steps, weights, MOST, data.together)
+        run = Runner(programs, MOST, data.together)
         for file in files:
             try:
                 arrays = _stacked(run, data, file)
@@ -69,7 +94,7 @@ def predictions(
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
-    run = Runner(steps, weights, enough(len(files)))
+    run = Runner(programs, enough(len(files)))
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
@@ -81,7 +106,7 @@ def predictions(
                 yield file, named(next(outputs), data.labels())
 
 
-def output_arrays(steps: StepFunctions, weights: Weights, file: Path) -> dict[str, np.ndarray]:
+def output_arrays(programs: RowPrograms, file: Path) -> dict[str, np.ndarray]:
     """Outputs [examples, ...] of a model that takes arrays by name, for all examples of a file.
 
     Raises:
@@ -89,12 +114,12 @@ def output_arrays(steps: StepFunctions, weights: Weights, file: Path) -> dict[st
         NotFoundError: there is no such file.
         DataError: it lacks inputs, or has no examples.
     """
-    data = steps.job.data
+    data = programs.steps.job.data
     if not isinstance(data, InputFiles):
         raise OptionError(
-            f"--out takes the arrays of an exported program, and {steps.job.name} is none; leave it out, or take --json"
+            f"--out takes the arrays of an exported program, and {programs.steps.job.name} is none; leave it out, or take --json"
         )
-    return _stacked(Runner(steps, weights, MOST, data.together), data, file)
+    return _stacked(Runner(programs, MOST, data.together), data, file)
 
 
 def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarray]:
@@ -127,11 +152,8 @@ def _reason(file: Path, error: Exception) -> str:
 class Runner:
     """The predict step over any number of examples; ``together`` of them that follow each other are never divided."""
 
-    def __init__(
-        self, steps: StepFunctions, weights: Weights, examples: int, together: int = 1
-    ) -> None:
-        form = FixedForm(steps)
-        self._run = Predictor(form, weights.params, weights.model_state)
+    def __init__(self, programs: RowPrograms, examples: int, together: int = 1) -> None:
+        form, self._run = programs.of(FixedForm)
         unit = math.lcm(form.ways, together)
         self.batch = -(-examples // unit) * unit
 
@@ -143,7 +165,7 @@ class Runner:
             yield from self._run(group, Bucket(rows=self.batch))
 
 
-def _score(steps: StepFunctions, weights: Weights, data: TextData, file: Path) -> dict[str, Any]:
+def _score(programs: RowPrograms, data: TextData, file: Path) -> dict[str, Any]:
     """Score of a text under the model."""
     from systolic.data.text.corpus import check_text
     from systolic.data.text.rows import cut, lay
@@ -155,7 +177,7 @@ def _score(steps: StepFunctions, weights: Weights, data: TextData, file: Path) -
     rows = lay(cut(documents, sequence), sequence)
     if not text or not len(rows["tokens"]):
         raise DataError(f"{file} is empty; give a text to score")
-    run = Runner(steps, weights, enough(len(rows["tokens"])))
+    run = Runner(programs, enough(len(rows["tokens"])))
     outputs = list(
         run({name: array[i] for name, array in rows.items()} for i in range(len(rows["tokens"])))
     )
@@ -182,15 +204,14 @@ def named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, 
 
 
 def transcriptions(
-    steps: StepFunctions, weights: Weights, files: Sequence[Path]
+    programs: RowPrograms, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """``text`` of each file, in the order of the files; ``error`` has the reason for one that can't be read.
 
     Raises:
         OptionError: the job is not about speech, or its tokens are not the model's.
     """
-    reader = SpeechReader(steps)
-    run = Predictor(reader.form, weights.params, weights.model_state)
+    reader, run = programs.of(SpeechReader)
     write = _Scribe(reader, run, Bucket(rows=run.up(WINDOWS)))
     waiting: list[tuple[Path, Example]] = []
     for file in files:
@@ -232,16 +253,13 @@ class _Scribe:
 
 
 def embeddings(
-    steps: StepFunctions, weights: Weights, texts: Sequence[str | Path]
+    programs: RowPrograms, texts: Sequence[str | Path]
 ) -> Iterator[tuple[str | Path, dict[str, Any]]]:
     """``embedding``, a list of numbers, of each text, in their order.
 
     A text that is the path of a file stands for its content; for one that can't be read ``error`` has the reason.
     """
-    data = steps.job.data
-    assert isinstance(data, Sentences)
-    reader = TextReader(steps, data)
-    run = Predictor(reader.form, weights.params, weights.model_state)
+    reader, run = programs.of(TextReader)
     for start in range(0, len(texts), enough(len(texts))):
         group = texts[start : start + enough(len(texts))]
         contents = [_content(text) for text in group]
@@ -253,7 +271,7 @@ def embeddings(
         if rows:
             # Few lengths mean few programs to compile, and a short text takes a short time.
             longest = max(row.length for row in rows)
-            width = min(max(SHORTEST, 1 << (longest - 1).bit_length()), data.sequence)
+            width = min(max(SHORTEST, 1 << (longest - 1).bit_length()), reader.most)
             outputs = iter(run(rows, Bucket(rows=run.up(enough(len(rows))), length=width)))
         for text, (_, error) in zip(group, contents, strict=True):
             if error is None:
@@ -291,6 +309,8 @@ def are_rows(data: Data) -> bool:
 class TableForm(FixedForm):
     """The task's outputs of rows; of a task that defines none, what its model returns when the loss is computed."""
 
+    _read: TableInputs | None = None
+
     def function(self) -> Callable[[Given, Given, Given], dict[str, jax.Array]]:
         """See :class:`~systolic.inference.predictor.Form`."""
         task = self.steps.job.task
@@ -318,7 +338,12 @@ class TableForm(FixedForm):
         return outputs
 
     def inputs(self, weights: Weights) -> TableInputs:
-        """The fields that the outputs depend on; others, such as labels, are not read."""
+        """The fields that the outputs depend on, traced once; others, such as labels, are not read."""
+        if self._read is None:
+            self._read = self._traced(weights)
+        return self._read
+
+    def _traced(self, weights: Weights) -> TableInputs:
         data = self.steps.job.data
         batch = self.abstract(Bucket(rows=self.ways))
         variables = weights.params, weights.model_state
@@ -354,44 +379,39 @@ class _OutputRecorder:
         return getattr(self._module, name)
 
 
-def rows_of(
-    steps: StepFunctions, weights: Weights, files: list[Path]
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+def rows_of(programs: RowPrograms, files: list[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """``rows``, the answers for each row of a file as plain values, or for a file that is no table of the model's inputs ``error``, one line.
 
     Raises:
         OptionError: the task's outputs are not known.
     """
-    form = TableForm(steps)
-    inputs = form.inputs(weights)
-    run = Predictor(form, weights.params, weights.model_state)
+    form, run = programs.of(TableForm)
+    inputs = form.inputs(programs.weights)
     for file in files:
         try:
-            yield file, {"rows": list(_answers(steps, run, inputs.rows(file)))}
+            yield file, {"rows": list(_answers(programs.steps, run, inputs.rows(file)))}
         except (DataError, NotFoundError) as error:
             yield file, {"error": str(error)}
 
 
-def answers_of(
-    steps: StepFunctions, weights: Weights, arrays: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def answers_of(programs: RowPrograms, arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The answer for each row of arrays by name, as plain values.
 
     Raises:
         OptionError: the model takes files alone.
         DataError: an array is missing, unknown, or of another shape or kind.
     """
-    data, where = steps.job.data, "files"
+    steps, where = programs.steps, "files"
+    data = steps.job.data
     if isinstance(data, InputFiles):
-        run = Runner(steps, weights, MOST, data.together)
+        run = Runner(programs, MOST, data.together)
         return [named(output, ()) for output in run(data.examples_of(arrays, where))]
     if not are_rows(data):
         raise OptionError(
             f"files is a dict of arrays, and {steps.job.name} predicts for files; give a path or a list of paths"
         )
-    form = TableForm(steps)
-    predictor = Predictor(form, weights.params, weights.model_state)
-    return list(_answers(steps, predictor, form.inputs(weights).rows_of(arrays, where)))
+    form, run = programs.of(TableForm)
+    return list(_answers(steps, run, form.inputs(programs.weights).rows_of(arrays, where)))
 
 
 def _answers(

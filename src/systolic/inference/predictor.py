@@ -405,7 +405,9 @@ class Segment(NamedTuple):
 class TextReader:
     """Texts for a model of embeddings."""
 
-    def __init__(self, steps: StepFunctions, data: Sentences) -> None:
+    def __init__(self, steps: StepFunctions) -> None:
+        data = steps.job.data
+        assert isinstance(data, Sentences)
         self.form, self._data = TextForm(steps, data), data
         # One for all texts: a file that is replaced meanwhile belongs to other weights.
         self.tokenizer = data.get_tokenizer()

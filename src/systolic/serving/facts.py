@@ -16,7 +16,7 @@ _listening: list[Callable[..., None]] = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileFacts:
-    """One program that was made ready."""
+    """One size of a call whose program was made ready."""
 
     bucket: str
     seconds: float
@@ -27,10 +27,12 @@ class CompileFacts:
     """Parts of these seconds: ``trace`` and ``compile`` and ``keep``, or ``load``."""
     after_ready: bool = False
     """True breaks the promise that nothing compiles after a model is ready."""
+    shared: bool = False
+    """Whether its program is that of another size, of which each core computes a part."""
     done: int = 0
-    """Programs of the model that are ready, this one among them."""
+    """Sizes of the model that are ready, this one among them."""
     programs: int = 0
-    """Programs of the model."""
+    """Sizes of the model."""
 
 
 class CompileCount(threading.local):

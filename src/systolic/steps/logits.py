@@ -51,6 +51,7 @@ def cross_entropy_on_cpu(logits: jax.Array, targets: jax.Array) -> Scores:
     The target's logit is gathered instead, and equals before it are searched for, which is one loop.
     """
     wide = logits.astype(jnp.float32)
+    # The target's logit equals itself wherever XLA computes it again: here it is compared, never added to.
     picked, normaliser = _gathered(wide, targets), log_normaliser(wide)
     fixed, least = jax.lax.stop_gradient((wide, picked))
     ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
@@ -263,6 +264,7 @@ def _logprob(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 def _drawn(logits: jax.Array, draw: Draw) -> jax.Array:
     """int32[rows]: the likeliest where the temperature is 0, else one drawn."""
     # int32[rows]: the first of the largest. Two plain reductions: XLA's CPU backend takes five times as long for argmax, a reduction of pairs.
+    # The largest equals itself: logits are an argument of the program, which masks select from and penalties change alike for both.
     vocab = logits.shape[-1]
     largest = jnp.max(logits, axis=-1, keepdims=True)
     places = jnp.where(logits == largest, jnp.arange(vocab, dtype=jnp.int32), vocab - 1)

@@ -110,6 +110,17 @@ def test_devices_divide_every_batch() -> None:
         choose(Shapes(largest=2), ways=4)
 
 
+@pytest.mark.parametrize("longest", [None, 64])
+@pytest.mark.parametrize("linear", [False, True])
+def test_rows_that_only_devices_need_are_padding(linear: bool, longest: int | None) -> None:
+    """On four devices a picture alone is one row of four, and five are five of eight."""
+    for examples, share in ((1, 0.75), (5, 0.375), (4, 0.0)):
+        traffic = Traffic(examples={examples: 1.0}, lengths={64: 1.0})
+        shapes = Shapes(largest=16, traffic=traffic)
+        assert choose(shapes, longest=longest, ways=4, linear=linear).padding_share == share
+    assert choose(Shapes(largest=16), longest=longest, ways=2, linear=linear).padding_share > 0.05
+
+
 def test_traffic_goes_to_json_and_back() -> None:
     traffic = Traffic(examples={2: 3.0, 1: 5.0}, lengths={17: 0.5})
     assert Traffic.from_json(traffic.to_json()) == traffic

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 
+from systolic.compiling.program_store import ReadyProgram
 from systolic.core.errors import DataError, OptionError, RunError
+from systolic.inference.rows import Bucket
 from systolic.serving.batch.buckets import Shapes, Traffic
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.facts import AnswerFacts, Ended
@@ -311,6 +313,27 @@ def test_an_intake_that_fails_leaves_no_request_behind(made: Any) -> None:
     assert of.waiting == 0
     assert of.submit(numbers(2)).result(WAIT)["twice"].tolist() == [4]
     assert of.drain(WAIT)
+
+
+class Shared(Twice):
+    """A predictor whose largest size is computed by the program of another, as on the cores of a CPU."""
+
+    def compile(self, bucket: Bucket) -> ReadyProgram | None:
+        return None if bucket.rows == 4 else super().compile(bucket)
+
+
+def test_the_log_has_each_size_and_metrics_have_each_program() -> None:
+    log, metrics = io.StringIO(), Metrics()
+    watcher = BatchLoadMetrics("m", BatchMetrics(metrics).of("m"), EventLog(log))
+    of = model(Shared(), watcher, shapes=Shapes(largest=4))  # ty: ignore[invalid-argument-type]
+    watcher.sized(of.buckets)
+    of.close()
+    *compiled, sizes = map(json.loads, log.getvalue().splitlines())
+    assert [(event["program"], event["done"]) for event in compiled] == [
+        (str(size), size) for size in range(1, sizes["programs"] + 1)
+    ]
+    assert [event.get("shared", False) for event in compiled] == [False, False, False, True]
+    assert counted(metrics, "compile_cache_misses_total") == 3
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -135,6 +135,28 @@ def test_pictures_of_every_kind(server: Running, looking: Any) -> None:
     assert len({tuple(one["probability"]) for one in wanted.values()}) == len(GOOD)
 
 
+def test_pictures_as_base64_in_json(server: Running) -> None:
+    """As MLServer's clients send them; strings that do not say so are refused, as Triton's client sends what is UTF-8."""
+    wanted = infer(server, "image", GOOD["png"], GOOD["jpeg"]).as_numpy("probability")
+    texts = [base64.b64encode(GOOD[kind]).decode() for kind in ("png", "jpeg")]
+    sent = {"name": "image", "shape": [2, 1], "datatype": "BYTES", "data": texts}
+
+    def answer(**more: Any) -> Any:
+        with server.client() as http:
+            return http.post("/v2/models/pictures/infer", json={"inputs": [{**sent, **more}]})
+
+    coded = {"content_type": "base64"}
+    listed = {one["name"]: one["data"] for one in answer(parameters=coded).json()["outputs"]}
+    np.testing.assert_allclose(listed["probability"], wanted.reshape(-1), rtol=1e-6)
+    refused = answer(parameters=coded, data=["%", "é"])
+    assert (refused.status_code, "are no base64" in refused.json()["error"]) == (400, True)
+    plain = triton.InferInput("image", [2, 1], "BYTES")
+    plain.set_data_from_numpy(np.array(texts, object)[:, None], binary_data=False)
+    client = triton.InferenceServerClient(server.url.removeprefix("http://"))
+    with pytest.raises(InferenceServerException, match='base64 with "parameters"'):
+        client.infer("pictures", [plain])
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_pictures_that_can_not_be_read(server: Running, kind: str) -> None:
     content, says = BAD[kind]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.mup import StandardWeights, standard
 from systolic.models.families import CONFIG, GENERATION, HOMES, Config, Family, UnsaidError
-from systolic.models.mapping import Conversion
+from systolic.models.mapping import Conversion, Tensors
 from systolic.runs.bundle.folder import Bundle, check_free, draft
 from systolic.runs.bundle.tensors import TensorSpec
 
@@ -36,6 +36,8 @@ UNKNOWN = 1000
 """Differences from a family that refuses a model before all are counted."""
 SHOWN = 3
 """Fields in a refusal."""
+VARIANCE = ".running_var"
+"""End of the name of a batch norm's variance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,8 @@ def outgoing(source: Source) -> Outgoing:
         tensors, rules = source.tensors, source.conversion.rules
         names = [n for rule in rules for place in rule.places() for n in rule.names(place)]
         specs = [TensorSpec(name=n, shape=tensors[n].shape, dtype=tensors[n].dtype) for n in names]
-        return Outgoing(
-            config=source.config, specs=specs, pieces=lambda name: iter([tensors[name].read()])
-        )
+        pieces = lambda name: iter([tensors[name].read()])  # noqa: E731
+        return _counted(Outgoing(config=source.config, specs=specs, pieces=pieces), tensors)
     from systolic.formats.bundle import BundleSource  # which imports this module
 
     if not isinstance(source, BundleSource):
@@ -110,7 +111,23 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
         assert next_name == name, (next_name, name)
         yield array
 
-    return Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces)
+    return _counted(Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces), {})
+
+
+def _counted(model: Outgoing, files: Tensors) -> Outgoing:
+    """The model with the counters int64[] of its batch norms, which transformers misses and nothing reads: those of its files, else 0."""
+    norms = [
+        n.removesuffix(VARIANCE) for spec in model.specs if (n := spec.name).endswith(VARIANCE)
+    ]
+    names = dict.fromkeys(f"{norm}.num_batches_tracked" for norm in norms)
+    specs = [TensorSpec(name=name, shape=(), dtype=np.dtype(np.int64)) for name in names]
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        if name not in names:
+            return model.pieces(name)
+        return iter([files[name].read() if name in files else np.zeros((), np.int64)])
+
+    return replace(model, specs=[*model.specs, *specs], pieces=pieces)
 
 
 def _written(model: Model, origin: Config) -> Config:

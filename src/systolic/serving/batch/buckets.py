@@ -151,15 +151,21 @@ def choose(
             f"a batch has at most {shapes.largest} rows, and the {ways} devices each take one; allow {ways} or more"
         )
     largest = shapes.largest // ways * ways
-    rows = _weights(shapes.traffic.examples, largest, ways)
+    counts = _weights(shapes.traffic.examples, largest, 1)
+    rows = _weights(counts, largest, ways)
     if longest is None:
         count = shapes.programs or FIXED
         halves = _falling(largest, ways, 2)
-        measured = bool(shapes.traffic.examples)
-        if linear and len(halves) <= count:
-            return BucketGrid(rows=halves, lengths=[None], padding_share=0.0, measured=measured)
-        sizes, share = _sizes(rows, count, ways)
-        return BucketGrid(rows=sizes, lengths=[None], padding_share=share, measured=measured)
+        halved = linear and len(halves) <= count
+        sizes = halves if halved else _sizes(rows, count, ways)
+        needed = sum(number * often for number, often in counts.items())
+        held = sum(often * _rows(number, sizes, halved) for number, often in counts.items())
+        return BucketGrid(
+            rows=sizes,
+            lengths=[None],
+            padding_share=share_beyond(needed, held),
+            measured=bool(shapes.traffic.examples),
+        )
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
     measured, programs = bool(shapes.traffic.lengths), shapes.programs or VARIED
@@ -174,7 +180,7 @@ def choose(
             padding_share=0.0,
             measured=measured,
         )
-        return replace(trial, padding_share=_padding(trial, rows, lengths, linear))
+        return replace(trial, padding_share=_padding(trial, counts, lengths, linear))
 
     if linear:
         sizes = _falling(largest, ways, 4)[-programs:]
@@ -182,7 +188,7 @@ def choose(
         return next(trial for trial in grids if len(trial.all) <= programs)
     # Every split of the programs into sizes x lengths.
     splits = (
-        grid(_sizes(rows, count, ways)[0], programs // count) for count in range(1, programs + 1)
+        grid(_sizes(rows, count, ways), programs // count) for count in range(1, programs + 1)
     )
     return min(splits, key=lambda split: split.padding_share)
 
@@ -217,18 +223,12 @@ def _rows(count: int, sizes: Sequence[int], linear: bool) -> int:
     return full + fewest[rest]
 
 
-def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[int], float]:
-    """Sizes of a batch; the smallest is ``least``, so that a request alone waits for no padding."""
+def _sizes(weights: Mapping[int, float], count: int, least: int) -> list[int]:
+    """Sizes of a batch; the smallest is ``least``, so that a request alone pads no more than devices need."""
     if count == 1 or len(weights) == 1:
-        return fewest_padded(weights, count)
+        return fewest_padded(weights, count)[0]
     others = {value: weight for value, weight in weights.items() if value != least}
-    sizes, _ = fewest_padded(others, count - 1)
-    sizes = [least, *sizes]
-    padded = sum(
-        weight * next(size for size in sizes if size >= value) for value, weight in weights.items()
-    )
-    useful = sum(value * weight for value, weight in weights.items())
-    return sizes, share_beyond(useful, padded)
+    return [least, *fewest_padded(others, count - 1)[0]]
 
 
 def _falling(largest: int, ways: int, by: int) -> list[int]:

@@ -429,16 +429,14 @@ class DynamicBatches:
 
         buckets = self.buckets.all
 
-        def make(number: int) -> CompileFacts | None:
-            bucket = buckets[number]
-            program = self._predictor.compile(bucket)
-            if program is None:
-                return None
+        def make(number: int) -> CompileFacts:
+            program = self._predictor.compile(buckets[number])
             return CompileFacts(
-                bucket=str(bucket),
-                seconds=program.total_seconds,
-                cached=program.cached,
-                phases=program.seconds,
+                bucket=str(buckets[number]),
+                seconds=0.0 if program is None else program.total_seconds,
+                cached=program is not None and program.cached,
+                phases={} if program is None else program.seconds,
+                shared=program is None,
                 done=number + 1,
                 programs=len(buckets),
             )
@@ -446,7 +444,7 @@ class DynamicBatches:
         first = [make(0)]
         with ThreadPoolExecutor(COMPILERS, "systolic-compile") as threads:
             for facts in itertools.chain(first, threads.map(make, range(1, len(buckets)))):
-                if facts is not None and self._watcher is not None:
+                if self._watcher is not None:
                     self._watcher.compiled(facts)
 
     def _measured(self) -> dict[Bucket, float]:
@@ -648,7 +646,7 @@ def intake_of(
     """
     data, model = steps.job.data, steps.job.model
     if isinstance(data, Sentences) and isinstance(model, Encoder):
-        return TextIntake(TextReader(steps, data), model.vocab, limits)
+        return TextIntake(TextReader(steps), model.vocab, limits)
     if isinstance(data, Recordings):
         return SpeechIntake(SpeechReader(steps), limits)
     form = FixedForm(steps)

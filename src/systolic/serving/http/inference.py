@@ -1,6 +1,7 @@
 """The Open Inference Protocol (KServe v2) over REST: arrays as JSON numbers, or by Triton's binary extension as raw bytes behind the JSON."""
 
 import asyncio
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed
@@ -21,7 +22,7 @@ from systolic.serving.http.protocol import ProblemError, bad, decode, encode, re
 from systolic.serving.http.responses import answered, objects
 from systolic.serving.http.state import Phase, ServerState
 from systolic.serving.registry import Served, ServedText
-from systolic.serving.request import ANY, BYTES, ArraySpec
+from systolic.serving.request import ANY, BYTES, ArraySpec, ModelKind
 
 if TYPE_CHECKING:
     from systolic.serving.http.process import Process
@@ -37,6 +38,10 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Datatype of the protocol to that of NumPy; BYTES are object arrays."""
 HEADER = "inference-header-content-length"
+BASE64 = "base64"
+"""``content_type`` of BYTES, as MLServer has it."""
+FILES = {ModelKind.image: "image", ModelKind.transcription: "audio"}
+"""Kind of a model to its input whose elements are files."""
 TEXT_INPUT, TEXT_OUTPUT = (
     ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
 )
@@ -53,6 +58,14 @@ class WireTensor(Struct, kw_only=True):
     datatype: str
     data: Any = None
     parameters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> bool:
+        """Whether its data are JSON's strings as they are."""
+        told = (
+            "binary_data_size" in self.parameters or self.parameters.get("content_type") == BASE64
+        )
+        return self.datatype == "BYTES" and not told
 
 
 def datatype(dtype: str) -> str:
@@ -82,7 +95,7 @@ def described(spec: ArraySpec) -> dict[str, Any]:
 
 
 def read_tensors(tensors: Sequence[WireTensor], raw: bytes) -> dict[str, np.ndarray]:
-    """Inputs by name, from their JSON or from the bytes behind it.
+    """Inputs by name, from their JSON or from the bytes behind it; BYTES whose ``content_type`` is ``base64`` are decoded.
 
     Raises:
         ProblemError: sizes, types or values do not agree.
@@ -100,17 +113,31 @@ def read_tensors(tensors: Sequence[WireTensor], raw: bytes) -> dict[str, np.ndar
             raise bad(f"input {tensor.name} is there twice; send each once")
         size = tensor.parameters.get("binary_data_size")
         if size is None:
-            arrays[tensor.name] = _from_json(tensor)
+            arrays[tensor.name] = _plain(tensor, _from_json(tensor))
             continue
         if not isinstance(size, int) or not 0 <= size <= len(raw) - at:
             raise bad(
                 f"input {tensor.name} has {size} bytes by its JSON, and {len(raw) - at} follow"
             )
-        arrays[tensor.name] = _from_bytes(tensor, raw[at : at + size])
+        arrays[tensor.name] = _plain(tensor, _from_bytes(tensor, raw[at : at + size]))
         at += size
     if at != len(raw):
         raise bad(f"{len(raw) - at} bytes follow the last input; binary_data_size does not add up")
     return arrays
+
+
+def _plain(tensor: WireTensor, array: np.ndarray) -> np.ndarray:
+    """An input with its BYTES decoded."""
+    if array.dtype != object or tensor.parameters.get("content_type") != BASE64:
+        return array
+    decoded = np.empty(array.size, object)
+    try:
+        decoded[:] = [base64.b64decode(text, validate=True) for text in array.flat]
+    except ValueError as error:
+        raise bad(
+            f"input {tensor.name} has data that are no base64 ({error}); encode each element, or leave out its content_type"
+        ) from error
+    return decoded.reshape(array.shape)
 
 
 def _from_json(tensor: WireTensor) -> np.ndarray:
@@ -413,6 +440,11 @@ async def infer(request: Request, state: ServerState) -> Response:
     end = len(raw) if size is None else int(size)
     fields = decode(raw[:end], InferFields)
     served = state.use(request, request.path_params["name"], version_in(request))
+    file = None if isinstance(served, ServedText) else FILES.get(served.model.kind)
+    if any(tensor.texts and tensor.name == file for tensor in fields.inputs):
+        raise bad(
+            f'input {file} takes files, and its data are JSON strings; send their bytes behind the JSON with binary_data_size, or base64 with "parameters": {{"content_type": "base64"}}'
+        )
     inputs = read_tensors(fields.inputs, raw[end:])
     # A scalar per example may come as [n, 1], as Triton's clients send texts and files.
     for spec in _specs(served)[0]:

@@ -251,6 +251,9 @@ def count_compile(
     metrics: Metrics, gauges: Gauges, at: tuple[str, str, str], facts: CompileFacts
 ) -> None:
     """Counts a program of a model."""
+    if facts.shared:
+        metrics.compiles.labels(*at, facts.bucket, "shared").inc()
+        return
     metrics.compile_seconds.labels(*at).inc(facts.seconds)
     (metrics.cache_hits if facts.cached else metrics.cache_misses).labels(*at).inc()
     cause = "late" if facts.after_ready else "kept" if facts.cached else "start"
@@ -591,6 +594,7 @@ def tell_compile(log: EventLog, model: str, facts: CompileFacts) -> None:
         program=facts.bucket,
         seconds=round(facts.seconds, 3),
         cached=facts.cached,
+        shared=facts.shared or None,
         late=facts.after_ready or None,
         done=facts.done or None,
         programs=facts.programs or None,
