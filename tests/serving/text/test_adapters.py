@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 
 import systolic
 from systolic.core.errors import LayoutError, NotFoundError, OptionError, RunError, SystolicError
@@ -64,7 +67,7 @@ from tests.formats import folders
 from tests.formats.test_peft import base_of
 from tests.runs import bundled
 from tests.serving.http.echo import EchoEngine
-from tests.serving.http.running import Running, running
+from tests.serving.http.running import Running, running, wait
 from tests.serving.test_serving import served
 from tests.serving.text.engine import SMALL
 
@@ -517,6 +520,28 @@ def check_names_that_are_not_served(
     assert "there is no model 'lost'" in post("unload", 404, "lost")
 
 
+def check_metrics(client: httpx.Client, at: list[str], requests: dict[str, float]) -> None:
+    """Series by adapter are of those that are loaded, and the label of a router's names them."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    by_name: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        if "lora_name" in sample.labels:
+            own = by_name.setdefault(sample.name.removeprefix("systolic:lora_"), {})
+            name = sample.labels["lora_name"]
+            own[name] = own.get(name, 0.0) + sample.value
+    for gauge in ("num_requests_running", "num_requests_waiting"):
+        assert by_name[gauge] == dict.fromkeys(at, 0.0)
+    assert by_name.get("request_success_total", {}) == requests
+    for tokens in ("prompt_tokens_total", "generation_tokens_total"):
+        assert {name for name, value in by_name[tokens].items() if value > 0} == {*requests}
+        assert {*by_name[tokens]} == {*at}
+    (info,) = [sample for sample in samples if sample.name == "systolic:lora_requests_info"]
+    names = {"running_lora_adapters": ",".join(sorted(at)), "waiting_lora_adapters": ""}
+    assert info.labels == {"model_name": "base", "version": "1", "max_lora": "2"} | names
+    assert info.value == pytest.approx(time.time(), abs=60)
+
+
 def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_path: Path) -> None:
     base = folders.folder(tmp_path / "base")
     few = peft_folder(tmp_path / "few", base, 1, 2, ["q_proj", "v_proj"])
@@ -549,6 +574,8 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert listed() == {"base": None, "x": "base", "org/y": "base"}
         for name, own in (("x", "few"), ("org/y", "many"), ("base", "base"), ("x", "few")):
             assert choices(client, name) == expected[own]
+        texts = len(expected["few"][0])
+        check_metrics(client, ["x", "org/y"], {"x": 2.0 * texts, "org/y": texts})
         assert "set load_inplace" in post("load", 400, "x", many)
         assert "room for 2 adapters and serves x, org/y" in post("load", 400, "z", many)
         assert "base is a model that is served" in post("load", 400, "base", many)
@@ -567,6 +594,7 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "is a model and no adapter" in post("unload", 400, "base")
         assert client.post("/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
         post("load", 200, "z", few)
+        check_metrics(client, ["z", "org/y"], {"org/y": texts})
         assert choices(client, "z") == expected["few"]
         assert choices(client, "base") == expected["base"]
         assert compiles == []
@@ -609,7 +637,32 @@ def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
     assert other_weights(folder, run, fingerprints(run)) == ""
 
 
-def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> None:
+def check_waiting(slots: AdapterSlots, adapted: AdaptedEngine, patch: pytest.MonkeyPatch) -> None:
+    """Six texts of an adapter in an engine of four rows, whose step does not end."""
+    (engine,), go_on = slots.engines, threading.Event()
+    collect = engine.runner.collect
+    patch.setattr(engine.runner, "collect", lambda flight: go_on.wait(60) and collect(flight))
+    streams = [adapted.submit(request([5, 6])) for _ in range(6)]
+    wait(lambda: adapted.num_texts()[0] > 0)
+    running, waiting = adapted.num_texts()
+    assert running + waiting == 6
+    assert waiting >= 2
+    model = ServedText(name="base", engine=engine, tokenizer=engine.tokenizer, slots=slots)
+    own = replace(model, name=adapted.name, base="base", engine=adapted, slots=None)
+    metrics = Metrics()
+    metrics.adapters.show([model, own])
+    at = {"model_name": "base", "version": "1"}
+    read = metrics.registry.get_sample_value
+    names = {"running_lora_adapters": "a", "waiting_lora_adapters": "a"}
+    assert read("systolic:lora_requests_info", {**at, "max_lora": "1", **names})
+    assert read("systolic:lora_num_requests_waiting", {**at, "lora_name": "a"}) >= 2
+    go_on.set()
+    assert [list(stream)[-1].finish for stream in streams] == [Finish.length] * 6
+
+
+def test_requests_of_an_adapter_that_goes_end_or_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_of(tmp_path / "base", "llama")
     folder = peft_folder(tmp_path / "few", base, 1, 2, ["k_proj"])
     slots = slots_of(base, [folder], **FEW)
@@ -630,6 +683,7 @@ def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> No
         "a was unloaded before the text ended; ask another model",
     )
     assert list(other)[-1].finish is Finish.length
+    check_waiting(slots, slots.place("a", folder), monkeypatch)
     engine.stop()
     with pytest.raises(RunError, match="the engine has ended"):
         slots.place("a", folder)
