@@ -365,7 +365,7 @@ class PagedSteps:
             if UNEMBEDDING in ends:
                 ends[UNEMBEDDING] = Turned.of(ends[UNEMBEDDING], 1)
             codes, scales = (ends.get(f"{UNEMBEDDING}/{part}") for part in (CODES, SCALES))
-            if codes is not None and scales is not None and turns_alone(codes, scales):
+            if codes is not None and scales is not None and turns_alone(codes, scales, 1):
                 ends[f"{UNEMBEDDING}/{CODES}"] = Turned.of(codes, 1)
         return ServingWeights(ends, states)
 

@@ -29,6 +29,7 @@ from systolic.inference.model import prepare_model, set_up_here
 from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
 from systolic.models.linear import Turned
 from systolic.quantizing.quantize import quantize
+from systolic.serving import server as serving
 from systolic.serving.facts import COMPILED
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
@@ -64,6 +65,7 @@ from systolic.serving.text.request import Finish, SamplingParams, TextOutput, Te
 from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
 from tests.cli.tiny import job
 from tests.formats import folders
+from tests.formats.gguf import test_gguf
 from tests.formats.test_peft import base_of
 from tests.runs import bundled
 from tests.serving.http.echo import EchoEngine
@@ -604,21 +606,45 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "--model-control" in post("load", 403, "x", few)
 
 
-def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(tmp_path: Path) -> None:
-    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1))
-    quantize(base, tmp_path / "int8", to=MatrixFormat(format=WeightFormat.int8))
-    systolic.export(tmp_path / "int8", tmp_path / "restored")
-    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
-    with opened(folder) as merged, merged.client() as client:
+def check_beside(base: Path, adapter: Path, error: float) -> None:
+    """A server of a base answers by an adapter's name as one of the adapter merged into the model that it names."""
+    with opened(adapter) as merged, merged.client() as client:
         texts, scores = choices(client, "base")
-    with opened(tmp_path / "int8", adapters=1) as server, server.client() as client:
-        body = {"lora_name": "x", "lora_path": str(folder)}
+    with opened(base, adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(adapter)}
         client.post("/v1/load_lora_adapter", json=body).raise_for_status()
-        assert choices(client, "x") == (texts, pytest.approx(scores, abs=1e-3))
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=error))
         assert choices(client, "base")[0] != texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_adapters_beside_a_gguf_file_answer_as_merged_into_what_it_holds(
+    tmp_path: Path, kind: str
+) -> None:
+    model = folders.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=96, head_dim=16)
+    file = test_gguf.write(tmp_path / "base.gguf", model, test_gguf.KINDS[kind])
+    systolic.export(file, tmp_path / "restored")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    check_beside(file, folder, 2e-4)
+
+
+@pytest.mark.parametrize("group", [0, 32], ids=["int8", "int4 without memory for floats"])
+def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    # A group of int4 is a head of the output projection.
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32} if group else {}
+    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1, **wide))
+    how = WeightFormat.int4 if group else WeightFormat.int8
+    quantize(base, tmp_path / "codes", to=MatrixFormat(format=how, group=group))
+    systolic.export(tmp_path / "codes", tmp_path / "restored")
+    monkeypatch.setattr(serving, "restored_on_cpu", lambda model, *_: model)
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    check_beside(tmp_path / "codes", folder, 1e-3)
     # An adapter of what the codes were made from is none of other weights.
     _describe(folder, base_model_name_or_path=str(base))
-    assert other_weights(folder, tmp_path / "int8", fingerprints(tmp_path / "int8")) == ""
+    assert other_weights(folder, tmp_path / "codes", fingerprints(tmp_path / "codes")) == ""
 
 
 def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
@@ -627,13 +653,7 @@ def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "peft", tmp_path / "folder", 1, 2, "all-linear")
     systolic.export(run, tmp_path / "bundle", to="bundle")
     _describe(folder, base_model_name_or_path=str(tmp_path / "bundle"))
-    with opened(folder) as merged, merged.client() as client:
-        texts, scores = choices(client, "base")
-    with opened(run, adapters=1) as server, server.client() as client:
-        body = {"lora_name": "x", "lora_path": str(folder)}
-        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
-        assert choices(client, "x") == (texts, pytest.approx(scores, abs=2e-4))
-        assert choices(client, "base")[0] != texts
+    check_beside(run, folder, 2e-4)
     assert other_weights(folder, run, fingerprints(run)) == ""
 
 
