@@ -23,7 +23,7 @@ import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 import systolic
-from systolic.core.errors import LayoutError, NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.inference.model import prepare_model, set_up_here
 from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
@@ -62,7 +62,7 @@ from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replicas import ReplicaPlacement
 from systolic.serving.text.request import Finish, SamplingParams, TextOutput, TextRequest
-from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
+from systolic.steps.serving_layout import ServingLayout
 from tests.cli.tiny import job
 from tests.formats import folders
 from tests.formats.gguf import test_gguf
@@ -394,14 +394,6 @@ def test_the_choice_of_devices_counts_adapters() -> None:
     # Of two layers: query and out, key and value, gate, up and down; float32.
     inputs_and_outputs = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 32))
     assert held(3, 2) - held(2, 2) == 4 * 2 * inputs_and_outputs
-
-    def need(tensor: int) -> EngineNeed:
-        if tensor == 4:
-            raise LayoutError("copies of heads have no adapters")
-        return EngineNeed(bytes=100 // tensor, capacity_bytes=60)
-
-    wide = replace(SMALL, heads=4, kv_heads=2)
-    assert share(ServingLayout(), 4, wide, need).tensor == 2
 
 
 def test_an_adapter_has_the_template_that_it_keeps(tmp_path: Path) -> None:
