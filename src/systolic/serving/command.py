@@ -274,6 +274,7 @@ def batch(  # noqa: PLR0913  the options of systolic batch
     pages: Annotated[int, NOT_NEGATIVE] = 0,
     kv_dtype: ServedCache = ServedCache.plain,
     speculate: Annotated[int, Range(least=0, most=15)] = 0,
+    adapter: Annotated[str | Sequence[str], OptionWords(tuple[str, ...], repeated=True)] = (),
     precision: FORMS = "auto",
     checkpoint: str | int = "best",
     trust: bool = False,
@@ -287,6 +288,7 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         source: The requests (.jsonl).
         out: The results (.jsonl); the lines that it has are not asked again.
         in_flight: Lines in flight at once; 0 takes twice --rows, and 128 for models without text output.
+        adapter: Low-rank adapter of the model as NAME=DIR, a run of train sft --adapter lora or a PEFT folder; lines choose it by its name as their model.
 
     Returns:
         Numbers of lines with a result and of failed lines; ``answered`` is below ``lines`` after Ctrl-C.
@@ -294,15 +296,17 @@ def batch(  # noqa: PLR0913  the options of systolic batch
     Raises:
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         NotFoundError: there is no such model or file.
-        DataError: the file is no batch of requests, or the output has results of another model or other options.
+        OptionError: an adapter has no name, or that of the model, or belongs to another model.
+        DataError: the file is no batch of requests, or the output has results of another model, other adapters or other options.
         RunError: the model stopped, or the disk is full; rerun to continue.
     """
     try:
+        from systolic.serving import server
         from systolic.serving.offline.batch import run_batch
-        from systolic.serving.server import EngineSizes, ServeSettings
 
-        settings = ServeSettings(
-            sizes=EngineSizes(
+        adapted = server.adapter_settings(adapter, server.targets([path_text(model)]))
+        settings = server.ServeSettings(
+            sizes=server.EngineSizes(
                 rows=rows,
                 context=context,
                 chunk=chunk,
@@ -310,7 +314,9 @@ def batch(  # noqa: PLR0913  the options of systolic batch
                 pages=pages,
                 cache=kv_dtype,
                 speculate=speculate,
+                adapters=adapted.count,
             ),
+            adapters=adapted,
             precision=Precision(precision),
             checkpoint=str(checkpoint),
             trust=trust,

@@ -25,7 +25,7 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
 from jax.sharding import NamedSharding
 
-from systolic.core.errors import LayoutError, RunError
+from systolic.core.errors import RunError
 from systolic.core.units import with_article
 from systolic.job import Job, Layout, Sampling, ServedCache
 from systolic.job.precision import CODES, INPUTS, SCALES
@@ -172,23 +172,17 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
         arrays: By path, of all layers of a stack: matrices [layers, d_model, kv_heads, head_dim], biases [layers, kv_heads x head_dim].
         model: Whose weights they are.
         served: The job that is served.
-
-    Raises:
-        LayoutError: the keys have an adapter.
     """
     ours: Any = served.model
     if ours == model:
         return arrays
-    if served.adapter:
-        raise LayoutError(
-            f"layout.tensor does not divide the {model.kv_heads} key-value heads, and copies of heads have no adapters; export the run with its adapters merged, or use a layout.tensor that does"
-        )
     times = ours.kv_heads // model.kv_heads
 
     def copied(path: str, array: jax.Array) -> jax.Array:
-        block, _, name = plain_path(path).rpartition("/")
-        # Factors of a matrix's inputs are those of all heads.
-        if path.endswith(f"/{name}/{INPUTS}"):
+        home, _, last = path.rpartition("/")
+        # The factors of a matrix's inputs are those of all heads, and so is A of an adapter, whose B [layers, rank, kv_heads, head_dim] is not.
+        block, _, name = (home if last in (BASE, B) else plain_path(path)).rpartition("/")
+        if last == INPUTS:
             return array
         if block.endswith("blocks") and name in KV_MATRICES:
             return jnp.repeat(array, times, axis=-2)
@@ -313,6 +307,7 @@ class PagedSteps:
     ) -> None:
         self.cache, self.adapters, self.wide = cache, adapters, wide
         self._model, target = steps.job.model, paged_target(steps.target)
+        self._network = steps.network
         job = served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
         self._layers: list[Layer] = []
@@ -365,7 +360,7 @@ class PagedSteps:
             if UNEMBEDDING in ends:
                 ends[UNEMBEDDING] = Turned.of(ends[UNEMBEDDING], 1)
             codes, scales = (ends.get(f"{UNEMBEDDING}/{part}") for part in (CODES, SCALES))
-            if codes is not None and scales is not None and turns_alone(codes, scales):
+            if codes is not None and scales is not None and turns_alone(codes, scales, 1):
                 ends[f"{UNEMBEDDING}/{CODES}"] = Turned.of(codes, 1)
         return ServingWeights(ends, states)
 
@@ -575,13 +570,13 @@ class PagedSteps:
             path: tuple(
                 rank if dim == self.columns_dim(path) else n for dim, n in enumerate(like.shape)
             )
-            for path, like in self.steps.network.params.items()
+            for path, like in self._network.params.items()
         }
 
     def columns_dim(self, path: str) -> int:
         """Dim of the columns of a matrix A or B, in a stack of layers."""
         home, _, name = path.rpartition("/")
-        network = self.steps.network
+        network = self._network
         a, b = (network.params[f"{home}/{which}"].ndim for which in (A, B))
         # Of A and B together only the dims of the stack are there twice, beside both ranks.
         base = next(p for p in (BASE, CODES) if f"{home}/{p}" in network.model_state)
@@ -598,7 +593,7 @@ class PagedSteps:
             held: Of all, at :attr:`adapter_leaves`.
             number: Of the adapter, from 1.
         """
-        count, network = self.adapters, self.steps.network
+        count, network = self.adapters, self._network
         every = {}
         for path, matrix in matrices.items():
             times = [1] * matrix.ndim

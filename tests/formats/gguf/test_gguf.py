@@ -235,6 +235,18 @@ def test_a_file_generates_like_the_folder_it_was_made_from(tmp_path: Path, model
         )
 
 
+def adapter(path: Path) -> Path:
+    """What llama.cpp makes of a PEFT folder."""
+    out = gguf.GGUFWriter(path, "llama")
+    out.add_type("adapter")
+    out.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    out.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 8.0)
+    for name, shape in (("lora_a", (4, 64)), ("lora_b", (64, 4))):
+        out.add_tensor(f"blk.0.attn_q.weight.{name}", np.zeros(shape, np.float32))
+    finish(out)
+    return path
+
+
 def test_what_is_not_read_is_named(tmp_path: Path, model: Any) -> None:
     cut = write(tmp_path / "cut.gguf", model, KINDS.F32)
     cut.write_bytes(cut.read_bytes()[:2000])
@@ -245,6 +257,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, model: Any) -> None:
         (html, DataError, "no intact GGUF file"),
         (write(tmp_path / "a.gguf", model, KINDS.F32, arch="mamba"), DataError, "mamba"),
         (write(tmp_path / "b.gguf", model, KINDS.F32, pre="klingon"), OptionError, "'klingon'"),
+        (adapter(tmp_path / "c.gguf"), OptionError, "adapter of llama.cpp and no model; give the"),
         (tmp_path / "model.onnx", OptionError, "no maintained package turns ONNX into JAX"),
     ]
     (tmp_path / "model.onnx").write_bytes(b"\x08\x07")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import resource
 import shutil
 import signal
@@ -28,6 +29,7 @@ from systolic.serving.text.sequence import EngineLoad
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.offline import batch_child
+from tests.serving.text import test_adapters
 
 CHILD = [sys.executable, "-m", "tests.serving.offline.batch_child"]
 
@@ -276,6 +278,47 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     alone = open_model(encoder).predict(["yes or no", "Rome"])
     for one, other in zip(row["response"]["body"]["data"], alone, strict=True):
         assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_lines_choose_adapters_by_name_and_get_what_a_server_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1))
+    few = test_adapters.peft_folder(tmp_path / "few", base, 1, 2, ["q_proj", "v_proj"])
+    body = {"prompt": "a question", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    named = {"base": "base", "adapter": "org/few"}
+    rows = {id: {"model": name, **body} for id, name in named.items()}
+    rows |= {"unnamed": body, "unknown": {"model": "many", **body}}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"custom_id": id, "url": "/v1/completions", "body": row} for id, row in rows.items()]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["batch", str(base), str(source), str(out)]
+    small = ["--rows", "1", "--context", "64", "--chunk", "64", "--quiet"]
+    adapter = ["--adapter", f"org/few={few}"]
+    assert main([*words, *small, *adapter]) == 1  # For the line of a name that is not there.
+    found = {row["custom_id"]: row["response"] for row in read(out)}
+    assert found["unknown"]["status_code"] == 404
+    message = found["unknown"]["body"]["error"]["message"]
+    assert "there is no model 'many'; served are: base, org/few" in message
+    texts = {id: row["body"]["choices"] for id, row in found.items() if id != "unknown"}
+    assert found["adapter"]["body"]["model"] == "org/few"
+    assert texts["unnamed"] == texts["base"] != texts["adapter"]
+    with test_adapters.opened(base, adapters=1) as server, server.client() as client:
+        place = {"lora_name": "org/few", "lora_path": str(few)}
+        client.post("/v1/load_lora_adapter", json=place).raise_for_status()
+        for id in named:
+            response = client.post("/v1/completions", json=rows[id]).raise_for_status()
+            assert response.json()["choices"] == texts[id]
+    # Without the adapter, or with another one of its name, the results are those of another model.
+    assert main([*words, *small]) == 1
+    assert re.search(r"\(adapter org/few [0-9a-f]{16}, now none\)", capsys.readouterr().err)
+    test_adapters.peft_folder(few, base, 3, 2, ["q_proj", "v_proj"])
+    assert main([*words, *small, *adapter]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"\(adapter org/few [0-9a-f]{16}, now [0-9a-f]{16}\)", told)
+    assert main([*words, *small, "--adapter", str(few)]) == 2
+    assert "give NAME=DIR, such as support=" in capsys.readouterr().err
 
 
 def read(out: Path) -> list[Any]:

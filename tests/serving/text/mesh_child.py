@@ -14,7 +14,8 @@ import numpy as np
 from systolic.data.text.text_data import TextData
 from systolic.formats.source import open_source
 from systolic.inference.model import from_source
-from systolic.job import Precision
+from systolic.job import Adapter, AdapterKind, Precision
+from systolic.models.adapters import BASE, merged
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text import replicas as placement_module
 from systolic.serving.text.converting import held_bytes
@@ -51,12 +52,19 @@ NEW = 10
 PROMPTS = [[(7 * n * n + text) % 251 for n in range(length)] for text, length in enumerate((3, 30))]
 
 
-def steps_on(model: Decoder, first: int = 0, tensor: int = 1, expert: int = 1) -> StepFunctions:
+def steps_on(
+    model: Decoder,
+    first: int = 0,
+    tensor: int = 1,
+    expert: int = 1,
+    adapter: Adapter = Adapter(),  # noqa: B008 (frozen)
+) -> StepFunctions:
     layout = DeviceShares(devices=4, engines=1, tensor=tensor, expert=expert, reason="").layout
     devices = jax.devices()[first : first + tensor * expert]
     mesh = make_mesh(layout, devices)
     target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
-    return StepFunctions(replace(job(model=model, batch=2), layout=layout), target, trains=False)
+    own = replace(job(model=model, batch=2), layout=layout, adapter=adapter)
+    return StepFunctions(own, target, trains=False)
 
 
 def weights_on(steps: StepFunctions) -> tuple[Any, Any]:
@@ -110,10 +118,11 @@ def ask(engine: Engine | Replicas, **more: Any) -> list[list[tuple[int, float]]]
     ]
 
 
-def read_whole(name: str) -> list[list[tuple[int, float]]]:
-    """What :func:`ask` finds, by reading each text anew for every token, on one device."""
+def read_whole(name: str, own: Any = None) -> list[list[tuple[int, float]]]:
+    """What :func:`ask` finds, by reading each text anew for every token, on one device; with parameters of its own, or those of :func:`weights_on`."""
     steps = steps_on(MODELS[name])
     params, rest = weights_on(steps)
+    params = params if own is None else {path: jnp.asarray(own[path]) for path in params}
 
     @jax.jit
     def likeliest(rows: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -162,6 +171,37 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
         "in_use": pool.in_use,
         "pages": pool.total,
     }
+
+
+def adapted(name: str, tensor: int) -> dict[str, Any]:
+    """Answers of a model and of two adapters beside it on a mesh, and those of each merged on one device."""
+    adapter = Adapter(kind=AdapterKind.lora, rank=4, alpha=4.0)
+    steps, (plain, _) = (
+        steps_on(MODELS[name], 0, tensor, 1, adapter),
+        weights_on(steps_on(MODELS[name])),
+    )
+    params, state = steps.network.shapes
+    zeros = {
+        path: jnp.zeros(a.shape, device=steps.shardings.params[path]) for path, a in params.items()
+    }
+    frozen = {path: np.asarray(plain[path.removesuffix(f"/{BASE}")]) for path in state}
+    placed = {
+        path: jax.device_put(a, steps.shardings.model_state[path]) for path, a in frozen.items()
+    }
+    engine = open_engine(steps, zeros, placed, replace(SIZES, adapters=2))
+    engine.start()
+    found, expected, draw = [ask(engine)], [read_whole(name)], np.random.default_rng(1)
+    shapes = engine.runner.programs.paged.adapter_shapes
+    for number in (1, 2):
+        own = {
+            path: (0.3 * draw.standard_normal(shape)).astype(np.float32)
+            for path, shape in shapes.items()
+        }
+        engine.place_adapter(number, own)
+        found.append(ask(engine, adapter=number, root=bytes([number])))
+        expected.append(read_whole(name, merged(own, frozen, adapter)))
+    engine.stop()
+    return {"answers": found, "expected": expected}
 
 
 def busy(engine: Engine) -> dict[str, Any]:
@@ -285,6 +325,9 @@ def main(words: list[str]) -> None:
             print(json.dumps(replicated(name)), flush=True)
             continue
         tensor, expert = sizes
+        if expert == "adapters":
+            print(json.dumps(adapted(name, int(tensor))), flush=True)
+            continue
         if name not in expected:
             expected[name] = read_whole(name)
         found = answers(name, int(tensor), int(expert))

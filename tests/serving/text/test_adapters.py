@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +20,16 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 
 import systolic
-from systolic.core.errors import LayoutError, NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.inference.model import prepare_model, set_up_here
 from systolic.job import AdapterKind, Layout, MatrixFormat, Optimizer, Precision, WeightFormat
 from systolic.models.linear import Turned
 from systolic.quantizing.quantize import quantize
+from systolic.serving import server as serving
 from systolic.serving.facts import COMPILED
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
@@ -58,13 +62,14 @@ from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replicas import ReplicaPlacement
 from systolic.serving.text.request import Finish, SamplingParams, TextOutput, TextRequest
-from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
+from systolic.steps.serving_layout import ServingLayout
 from tests.cli.tiny import job
 from tests.formats import folders
+from tests.formats.gguf import test_gguf
 from tests.formats.test_peft import base_of
 from tests.runs import bundled
 from tests.serving.http.echo import EchoEngine
-from tests.serving.http.running import Running, running
+from tests.serving.http.running import Running, running, wait
 from tests.serving.test_serving import served
 from tests.serving.text.engine import SMALL
 
@@ -390,14 +395,6 @@ def test_the_choice_of_devices_counts_adapters() -> None:
     inputs_and_outputs = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 32))
     assert held(3, 2) - held(2, 2) == 4 * 2 * inputs_and_outputs
 
-    def need(tensor: int) -> EngineNeed:
-        if tensor == 4:
-            raise LayoutError("copies of heads have no adapters")
-        return EngineNeed(bytes=100 // tensor, capacity_bytes=60)
-
-    wide = replace(SMALL, heads=4, kv_heads=2)
-    assert share(ServingLayout(), 4, wide, need).tensor == 2
-
 
 def test_an_adapter_has_the_template_that_it_keeps(tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", "llama")
@@ -517,6 +514,28 @@ def check_names_that_are_not_served(
     assert "there is no model 'lost'" in post("unload", 404, "lost")
 
 
+def check_metrics(client: httpx.Client, at: list[str], requests: dict[str, float]) -> None:
+    """Series by adapter are of those that are loaded, and the label of a router's names them."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    by_name: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        if "lora_name" in sample.labels:
+            own = by_name.setdefault(sample.name.removeprefix("systolic:lora_"), {})
+            name = sample.labels["lora_name"]
+            own[name] = own.get(name, 0.0) + sample.value
+    for gauge in ("num_requests_running", "num_requests_waiting"):
+        assert by_name[gauge] == dict.fromkeys(at, 0.0)
+    assert by_name.get("request_success_total", {}) == requests
+    for tokens in ("prompt_tokens_total", "generation_tokens_total"):
+        assert {name for name, value in by_name[tokens].items() if value > 0} == {*requests}
+        assert {*by_name[tokens]} == {*at}
+    (info,) = [sample for sample in samples if sample.name == "systolic:lora_requests_info"]
+    names = {"running_lora_adapters": ",".join(sorted(at)), "waiting_lora_adapters": ""}
+    assert info.labels == {"model_name": "base", "version": "1", "max_lora": "2"} | names
+    assert info.value == pytest.approx(time.time(), abs=60)
+
+
 def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_path: Path) -> None:
     base = folders.folder(tmp_path / "base")
     few = peft_folder(tmp_path / "few", base, 1, 2, ["q_proj", "v_proj"])
@@ -549,6 +568,8 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert listed() == {"base": None, "x": "base", "org/y": "base"}
         for name, own in (("x", "few"), ("org/y", "many"), ("base", "base"), ("x", "few")):
             assert choices(client, name) == expected[own]
+        texts = len(expected["few"][0])
+        check_metrics(client, ["x", "org/y"], {"x": 2.0 * texts, "org/y": texts})
         assert "set load_inplace" in post("load", 400, "x", many)
         assert "room for 2 adapters and serves x, org/y" in post("load", 400, "z", many)
         assert "base is a model that is served" in post("load", 400, "base", many)
@@ -567,6 +588,7 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "is a model and no adapter" in post("unload", 400, "base")
         assert client.post("/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
         post("load", 200, "z", few)
+        check_metrics(client, ["z", "org/y"], {"org/y": texts})
         assert choices(client, "z") == expected["few"]
         assert choices(client, "base") == expected["base"]
         assert compiles == []
@@ -576,21 +598,45 @@ def test_adapters_come_and_go_while_a_server_answers_and_nothing_compiles(tmp_pa
         assert "--model-control" in post("load", 403, "x", few)
 
 
-def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(tmp_path: Path) -> None:
-    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1))
-    quantize(base, tmp_path / "int8", to=MatrixFormat(format=WeightFormat.int8))
-    systolic.export(tmp_path / "int8", tmp_path / "restored")
-    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
-    with opened(folder) as merged, merged.client() as client:
+def check_beside(base: Path, adapter: Path, error: float) -> None:
+    """A server of a base answers by an adapter's name as one of the adapter merged into the model that it names."""
+    with opened(adapter) as merged, merged.client() as client:
         texts, scores = choices(client, "base")
-    with opened(tmp_path / "int8", adapters=1) as server, server.client() as client:
-        body = {"lora_name": "x", "lora_path": str(folder)}
+    with opened(base, adapters=1) as server, server.client() as client:
+        body = {"lora_name": "x", "lora_path": str(adapter)}
         client.post("/v1/load_lora_adapter", json=body).raise_for_status()
-        assert choices(client, "x") == (texts, pytest.approx(scores, abs=1e-3))
+        assert choices(client, "x") == (texts, pytest.approx(scores, abs=error))
         assert choices(client, "base")[0] != texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_adapters_beside_a_gguf_file_answer_as_merged_into_what_it_holds(
+    tmp_path: Path, kind: str
+) -> None:
+    model = folders.llama(num_hidden_layers=1, hidden_size=64, intermediate_size=96, head_dim=16)
+    file = test_gguf.write(tmp_path / "base.gguf", model, test_gguf.KINDS[kind])
+    systolic.export(file, tmp_path / "restored")
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    check_beside(file, folder, 2e-4)
+
+
+@pytest.mark.parametrize("group", [0, 32], ids=["int8", "int4 without memory for floats"])
+def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    # A group of int4 is a head of the output projection.
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32} if group else {}
+    base = folders.folder(tmp_path / "base", folders.llama(num_hidden_layers=1, **wide))
+    how = WeightFormat.int4 if group else WeightFormat.int8
+    quantize(base, tmp_path / "codes", to=MatrixFormat(format=how, group=group))
+    systolic.export(tmp_path / "codes", tmp_path / "restored")
+    monkeypatch.setattr(serving, "restored_on_cpu", lambda model, *_: model)
+    folder = peft_folder(tmp_path / "peft", tmp_path / "restored", 1, 4, "all-linear")
+    check_beside(tmp_path / "codes", folder, 1e-3)
     # An adapter of what the codes were made from is none of other weights.
     _describe(folder, base_model_name_or_path=str(base))
-    assert other_weights(folder, tmp_path / "int8", fingerprints(tmp_path / "int8")) == ""
+    assert other_weights(folder, tmp_path / "codes", fingerprints(tmp_path / "codes")) == ""
 
 
 def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
@@ -599,17 +645,36 @@ def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "peft", tmp_path / "folder", 1, 2, "all-linear")
     systolic.export(run, tmp_path / "bundle", to="bundle")
     _describe(folder, base_model_name_or_path=str(tmp_path / "bundle"))
-    with opened(folder) as merged, merged.client() as client:
-        texts, scores = choices(client, "base")
-    with opened(run, adapters=1) as server, server.client() as client:
-        body = {"lora_name": "x", "lora_path": str(folder)}
-        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
-        assert choices(client, "x") == (texts, pytest.approx(scores, abs=2e-4))
-        assert choices(client, "base")[0] != texts
+    check_beside(run, folder, 2e-4)
     assert other_weights(folder, run, fingerprints(run)) == ""
 
 
-def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> None:
+def check_waiting(slots: AdapterSlots, adapted: AdaptedEngine, patch: pytest.MonkeyPatch) -> None:
+    """Six texts of an adapter in an engine of four rows, whose step does not end."""
+    (engine,), go_on = slots.engines, threading.Event()
+    collect = engine.runner.collect
+    patch.setattr(engine.runner, "collect", lambda flight: go_on.wait(60) and collect(flight))
+    streams = [adapted.submit(request([5, 6])) for _ in range(6)]
+    wait(lambda: adapted.num_texts()[0] > 0)
+    running, waiting = adapted.num_texts()
+    assert running + waiting == 6
+    assert waiting >= 2
+    model = ServedText(name="base", engine=engine, tokenizer=engine.tokenizer, slots=slots)
+    own = replace(model, name=adapted.name, base="base", engine=adapted, slots=None)
+    metrics = Metrics()
+    metrics.adapters.show([model, own])
+    at = {"model_name": "base", "version": "1"}
+    read = metrics.registry.get_sample_value
+    names = {"running_lora_adapters": "a", "waiting_lora_adapters": "a"}
+    assert read("systolic:lora_requests_info", {**at, "max_lora": "1", **names})
+    assert read("systolic:lora_num_requests_waiting", {**at, "lora_name": "a"}) >= 2
+    go_on.set()
+    assert [list(stream)[-1].finish for stream in streams] == [Finish.length] * 6
+
+
+def test_requests_of_an_adapter_that_goes_end_or_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_of(tmp_path / "base", "llama")
     folder = peft_folder(tmp_path / "few", base, 1, 2, ["k_proj"])
     slots = slots_of(base, [folder], **FEW)
@@ -630,6 +695,7 @@ def test_requests_of_an_adapter_that_goes_end_or_are_ended(tmp_path: Path) -> No
         "a was unloaded before the text ended; ask another model",
     )
     assert list(other)[-1].finish is Finish.length
+    check_waiting(slots, slots.place("a", folder), monkeypatch)
     engine.stop()
     with pytest.raises(RunError, match="the engine has ended"):
         slots.place("a", folder)

@@ -55,6 +55,17 @@ def test_families_over_two_and_four_devices(name: str) -> None:
         check(one)
 
 
+def test_adapters_of_copied_heads_answer_as_merged() -> None:
+    """Two key-value heads over four devices."""
+    (one,) = on_four_devices("grouped:4:adapters")
+    for answers, expected in zip(one["answers"], one["expected"], strict=True):
+        for text, wanted in zip(answers, expected, strict=True):
+            assert [token for token, _ in text] == [token for token, _ in wanted]
+            logprobs = [value for _, value in wanted]
+            assert [value for _, value in text] == pytest.approx(logprobs, abs=2e-4)
+    assert len({str(answers) for answers in one["expected"]}) == 3
+
+
 @pytest.mark.slow
 def test_experts_over_devices() -> None:
     for one in on_four_devices("mixture:1:2", "mixture:2:2"):

@@ -198,5 +198,5 @@ def test_documented_names_are_those_of_the_page() -> None:
     text = DOCS.read_text().partition("## Metrics")[2]
     named = re.findall(r"`([a-z0-9_]+)(?:\{([a-z_,]+)\})?`", text)
     documented = {name for name, _ in named if "_" in name or name == "ready"}
-    labels = {"model_name"}
+    labels = {"model_name", "lora_name"}
     assert documented - labels == set(own)

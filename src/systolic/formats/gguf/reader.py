@@ -673,6 +673,10 @@ def _opened(reader: Reader) -> TransformersSource:
     from systolic.formats.gguf.tokenizer import tokenizer_folder, unknown_ids
 
     path, kind = reader.path, reader.need("general.architecture")
+    if reader.fields.get("general.type") == "adapter":
+        raise OptionError(
+            f"{path} is a low-rank adapter of llama.cpp and no model; give the PEFT folder that it was converted from"
+        )
     if kind not in ARCHITECTURES:
         raise OptionError(
             f"{path} has the architecture {str(kind)[:60]!r}{misspelt(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"

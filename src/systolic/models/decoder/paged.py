@@ -534,7 +534,7 @@ def turned(state: nnx.State, *, wide: bool = False) -> nnx.State:
         scales = flat.get((*path[:-1], SCALES)) if codes else None
         if scales is None:
             return True
-        return turns_alone(flat[path].get_value(), scales.get_value())
+        return turns_alone(flat[path].get_value(), scales.get_value(), num_inputs(axes))
 
     for path, variable in list(flat.items()):
         axes = variable.get_metadata().get("out_sharding") or ()
@@ -593,9 +593,10 @@ def _join(flat: dict[Any, Any], first: tuple[Any, ...], names: Sequence[str]) ->
                 flat[path] = flat[path].replace(value if each == names[0] else None)
 
 
-def turns_alone(codes: jax.Array, scales: jax.Array) -> bool:
-    """Whether a product with codes is made of the codes alone, in int8, and its result scaled."""
-    return codes.dtype == jnp.int8 and Quantized(codes=codes, scales=scales).scaled_after
+def turns_alone(codes: jax.Array, scales: jax.Array, inputs: int) -> bool:
+    """Whether a product with codes, whose first dims are inputs, is made of the codes alone, in int8, and its result scaled; not where each head has its own scales."""
+    after = Quantized(codes=codes, scales=scales).scaled_after
+    return codes.dtype == jnp.int8 and after and math.prod(scales.shape[:inputs]) == 1
 
 
 def layers_of(module: "DecoderModule") -> tuple[list[Layer], list[nnx.State]]:

@@ -76,6 +76,7 @@ async def metrics(request: Request, state: ServerState) -> Response:
     del request
     state.metrics.ready.set(state.ready)
     state.metrics.http_in_flight.set(state.in_flight)
+    state.metrics.adapters.show(state.registry.everything())
     return Response(state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,10 +1,12 @@
 """Prometheus metrics: vLLM's names under the prefix ``systolic``, and what XLA adds: programs, buckets, padding.
 
 The Kubernetes Gateway API Inference Extension maps names by configuration: ``systolic:num_requests_waiting``,
-``systolic:num_requests_running`` and ``systolic:kv_cache_usage_perc`` are the three gauges that it asks for.
+``systolic:num_requests_running`` and ``systolic:kv_cache_usage_perc`` are the three gauges that it asks for, and
+``systolic:lora_requests_info`` has its labels of adapters.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from prometheus_client import (
@@ -20,7 +22,7 @@ from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.facts import AnswerFacts, BatchFacts, CompileFacts
 from systolic.serving.http.telemetry import EventLog
-from systolic.serving.registry import Key
+from systolic.serving.registry import Key, Served, ServedText
 from systolic.serving.text.buckets import Buckets
 from systolic.serving.text.request import Finish, TextOutput
 from systolic.serving.text.sequence import EngineLoad, StepFacts
@@ -189,6 +191,7 @@ class Metrics:
         self.useful = self.counter("useful_tokens", "Positions that held a token", *MODEL)
         self.padding = self.counter("padding_tokens", "Positions that held none", *MODEL)
         self.rows_padded = self.counter("batch_rows_padded", "Rows that held no example", *MODEL)
+        self.adapters = AdapterMetrics(self)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """A counter of this registry."""
@@ -211,7 +214,7 @@ class Metrics:
         gauges = self.gauges(model, version)
         gauges.set(self.startup, (model, str(version), "total"), seconds)
         if (model, version) in self._served:
-            self.forget(model, version)
+            self._hide(model, version)
         self._served[model, version] = self._opening.pop((model, version))
         gauges.show()
 
@@ -222,7 +225,11 @@ class Metrics:
             self._remove(model, version)
 
     def forget(self, model: str, version: int) -> None:
-        """Takes out the gauges of a version that is no longer there; what was counted of it stays."""
+        """Takes out the gauges of a version that is no longer there, and the counters by adapter; what else was counted of it stays."""
+        self._hide(model, version)
+        self.adapters.forget(model, version)
+
+    def _hide(self, model: str, version: int) -> None:
         self._served.pop((model, version), Gauges()).hide()
         self._remove(model, version)
 
@@ -237,6 +244,62 @@ class Metrics:
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class AdapterMetrics:
+    """Metrics of adapters by name; the series of one that is not served any more end."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        gauge, counter, at = metrics.gauge, metrics.counter, (*MODEL[:2], "lora_name")
+        self.info = gauge(
+            "lora_requests_info",
+            "Unix seconds, and the adapters that are loaded, and that texts wait for",
+            *MODEL[:2],
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+        )
+        self.running = gauge("lora_num_requests_running", "Texts in the step", *at)
+        self.waiting = gauge("lora_num_requests_waiting", "Texts that wait", *at)
+        self.prompt = counter("lora_prompt_tokens", "Tokens of prompts", *at)
+        self.generated = counter("lora_generation_tokens", "Tokens generated", *at)
+        self.successes = counter("lora_request_success", "Ended requests", *at, "finished_reason")
+
+    def show(self, models: Sequence[Served]) -> None:
+        """Sets the gauges to what the models of a server hold now."""
+        for gauge in (self.info, self.running, self.waiting):
+            gauge.clear()
+        for base in models:
+            if not isinstance(base, ServedText) or base.slots is None:
+                continue
+            at, places = (base.name, str(base.version)), list(base.slots.taken.values())
+            names = [own.name for own in models if (own.base, own.version) == base.key]
+            waits = []
+            for name in sorted(names):
+                counts = [place.num_texts() for place in places if place.name == name]
+                running, waiting = (sum(numbers) for numbers in zip(*counts, (0, 0), strict=True))
+                for counter in (self.prompt, self.generated):
+                    counter.labels(*at, name)  # at 0, before its first request
+                self.running.labels(*at, name).set(running)
+                self.waiting.labels(*at, name).set(waiting)
+                waits += [name] if waiting else []
+            lists = ",".join(sorted(names)), ",".join(waits)
+            self.info.labels(*at, str(base.slots.count), *lists).set(time.time())
+
+    def ended(self, at: tuple[str, str], output: TextOutput) -> None:
+        """Counts a request of a model's name and version, if an adapter answered it."""
+        if not output.adapter_name:
+            return
+        at_adapter = (*at, output.adapter_name)
+        self.successes.labels(*at_adapter, (output.finish or Finish.stop).value).inc()
+        self.prompt.labels(*at_adapter).inc(output.prompt_tokens if output.started else 0)
+        self.generated.labels(*at_adapter).inc(output.completion_tokens)
+
+    def forget(self, name: str, version: int) -> None:
+        """Takes out what was counted of an adapter, or of all adapters of a model."""
+        for counter in (self.successes, self.prompt, self.generated):
+            for label in ("lora_name", "model_name"):
+                counter.remove_by_labels({label: name, "version": str(version)})
 
 
 def begin_counts(metrics: Metrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
@@ -373,6 +436,7 @@ class TextMeter:
         every.successes.labels(*at, (output.finish or Finish.stop).value).inc()
         every.prompt.labels(*at).inc(output.prompt_tokens if output.started else 0)
         every.generated.labels(*at).inc(output.completion_tokens)
+        every.all.adapters.ended(at[:2], output)
         every.drafts.labels(*at).inc(output.drafts)
         every.drafted.labels(*at).inc(output.drafted_tokens)
         every.accepted.labels(*at).inc(output.accepted_tokens)

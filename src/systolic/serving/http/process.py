@@ -29,6 +29,7 @@ from systolic.serving.http.keys import Keys
 from systolic.serving.http.state import ServerState
 from systolic.serving.http.telemetry import EventLog, find_traces
 from systolic.serving.registry import (
+    Key,
     ModelLoad,
     ReloadPlan,
     Served,
@@ -286,12 +287,14 @@ class Process(uvicorn.Server):
     def _add(self, served: Served) -> None:
         """Hands requests to a model; one of its name and version ends when its own have ended."""
         registry = self.state.registry
+        held = [own.key for own in registry.everything()]
         for own in (served, *adapters_of(served)):
             self.state.failures.pop(own.key, None)
-        if all(other.key != served.key for other in registry.everything()):
+        if served.key not in held:
             registry.put(served)
             return
         whole = registry.swap(served, self.address.grace_seconds)
+        self._forget(held)
         self.log.write("replaced", model=served.name, version=served.version, whole=whole)
 
     def renew(self) -> None:
@@ -325,11 +328,16 @@ class Process(uvicorn.Server):
             if (name, version) not in held:
                 continue
             whole = state.registry.retire(name, version, self.address.grace_seconds)
-            state.metrics.forget(name, version)
+            self._forget(held)
             self.log.write("retired", model=name, version=version, whole=whole)
         if renewal.added or renewal.gone:
             trim()
         return next(iter(reasons.values()), None)
+
+    def _forget(self, held: Sequence[Key]) -> None:
+        """Takes out the metrics of those versions that are served no longer, adapters of a model that went included."""
+        for key in {*held} - {own.key for own in self.state.registry.everything()}:
+            self.state.metrics.forget(*key)
 
     def load(self, name: str) -> ReloadPlan:
         """Makes the versions of a model ready that its folder has now and that are not served, or from other contents; returns when they are.

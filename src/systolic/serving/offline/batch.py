@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Scope
 
 from systolic.core.errors import DataError, RunError, SystolicError
-from systolic.core.files import write_json
+from systolic.core.files import digest, write_json
 from systolic.core.reporter import reporter
 from systolic.formats.outline import model_contents
 from systolic.formats.registry import in_files
@@ -49,6 +49,8 @@ QUEUED = 1 << 16
 STALLED_SECONDS = 3600.0
 """Time of a call after which a model that writes no text counts as stuck; nobody waits for a single answer here."""
 SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
+ADAPTER = "adapter "
+"""Before the name of an adapter, among what answers depend on."""
 ALONE, RETRY_SECONDS = 3, 0.05
 """Times that a line is asked while no other is, before its refusal is its answer; the time between."""
 
@@ -68,6 +70,15 @@ class Answerer:
     """Precision of the computation."""
     context: int
     """Tokens of a text; 0 for the model's own limit."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Digests of adapters and their chat templates, by name."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Each by its name, in the file and in messages."""
+        values = asdict(self)
+        adapters = values.pop("adapters").items()
+        return values | {f"{ADAPTER}{name}": contents for name, contents in adapters}
 
     def begin(self, out: Path) -> None:
         """Writes the file of an output that has no result yet.
@@ -75,7 +86,7 @@ class Answerer:
         Raises:
             RunError: it can't be written.
         """
-        write_json(answerer_file(out), asdict(self))
+        write_json(answerer_file(out), self.values)
 
     def check(self, out: Path) -> None:
         """Compares the file of an output that has results.
@@ -90,11 +101,12 @@ class Answerer:
             raise DataError(
                 f"{out} has results, and {file} that says which model gave them can't be read; put it back, or name another output"
             ) from error
-        known = before if isinstance(before, dict) else {}
+        known, values = before if isinstance(before, dict) else {}, self.values
+        names = [*values, *(n for n in known if n.startswith(ADAPTER) and n not in values)]
         differ = [
-            f"{name} {known.get(name)!s:.40}, now {value}"
-            for name, value in asdict(self).items()
-            if known.get(name) != value
+            f"{name} {known.get(name, 'none')!s:.40}, now {values.get(name, 'none')}"
+            for name in names
+            if known.get(name) != values.get(name)
         ]
         if differ:
             raise DataError(
@@ -197,7 +209,15 @@ def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
         texts=contents.texts,
         precision=_precision(target, settings),
         context=settings.sizes.context,
+        adapters={own.name: _adapter(own.path) for own in settings.adapters.targets},
     )
+
+
+def _adapter(path: Path) -> str:
+    from systolic.serving.text.adapters import adapter_contents, template_of
+
+    template = template_of(path)
+    return digest([adapter_contents(path), template.text if template else ""])
 
 
 def _precision(target: ServeTarget, settings: ServeSettings) -> str:

@@ -249,6 +249,11 @@ class AdapterSlots:
     taken: "dict[int, AdaptedEngine]" = field(default_factory=dict)
     """By number, from 1."""
 
+    @property
+    def count(self) -> int:
+        """Places in all."""
+        return self.engines[0].runner.programs.paged.adapters
+
     @cached_property
     def fingerprints(self) -> set[str]:
         """Fingerprints of the model that they stand beside."""
@@ -268,9 +273,8 @@ class AdapterSlots:
             RunError: an engine has ended.
         """
         matrices = read_matrices(path, self.base, self.model, trust=self.trust)
-        paged = self.engines[0].runner.programs.paged
-        padded = _padded(matrices, path, paged)
-        number = self._free(name, paged.adapters)
+        padded = _padded(matrices, path, self.engines[0].runner.programs.paged)
+        number = self._free(name)
         for engine in self.engines:
             engine.place_adapter(number, padded)
         if doubt := other_weights(path, self.base, self.fingerprints):
@@ -278,7 +282,8 @@ class AdapterSlots:
         self.taken[number] = AdaptedEngine(slots=self, name=name, number=number)
         return self.taken[number]
 
-    def _free(self, name: str, count: int) -> int:
+    def _free(self, name: str) -> int:
+        count = self.count
         numbers = range(1, count + 1)
         if len(self.taken) == count:
             own = next((slot for slot in self.taken.values() if slot.name == name), None)
@@ -376,7 +381,8 @@ class AdaptedEngine:
         with self._lock:
             if self._closed:
                 raise RefusedError(f"{self.name} is being replaced; come back", retry_seconds=1)
-            return self.engine.submit(replace(request, adapter=self.number, root=self.root))
+            own = replace(request, adapter=self.number, adapter_name=self.name, root=self.root)
+            return self.engine.submit(own)
 
     def start(self) -> None:
         """Starts nothing: the engine is its model's."""
@@ -386,7 +392,7 @@ class AdaptedEngine:
         with self._lock:
             self._closed = True
         end = time.monotonic() + seconds
-        while (left := self._num_texts()) and time.monotonic() < end:
+        while (left := any(self.num_texts())) and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
         if left:
             message = f"{self.name} was unloaded before the text ended; ask another model"
@@ -401,5 +407,7 @@ class AdaptedEngine:
         """Ends its requests at once; the engine is its model's."""
         self.drain(0.0)
 
-    def _num_texts(self) -> int:
-        return sum(engine.num_texts(self.root) for engine in self.slots.engines)
+    def num_texts(self) -> tuple[int, int]:
+        """Its texts that run, and that wait for their first step."""
+        numbers = [engine.num_texts(self.root) for engine in self.slots.engines]
+        return sum(running for running, _ in numbers), sum(waiting for _, waiting in numbers)

@@ -157,10 +157,12 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def num_texts(self, root: bytes) -> int:
-        """Texts that wait or run under a key of the empty text: those of one version of an adapter."""
+    def num_texts(self, root: bytes) -> tuple[int, int]:
+        """Texts that run, and that wait for their first step, under a key of the empty text: those of one version of an adapter."""
         with self._changed:
-            return sum(own.request.root == root for own in self._by_stream.values())
+            sequences = [own for own in self._by_stream.values() if own.request.root == root]
+        waiting = sum(own.started is None for own in sequences)
+        return len(sequences) - waiting, waiting
 
     def place_adapter(self, number: int, matrices: Mapping[str, "np.ndarray"]) -> None:
         """Puts an adapter in the place of a number between two steps, where no text has that number; returns when it is done.

@@ -87,6 +87,8 @@ class TextRequest:
     """Ends the text so long after it was submitted."""
     adapter: int = 0
     """Number of the adapter that answers, from 1; 0 is the model alone."""
+    adapter_name: str = ""
+    """Its name; empty for the model alone."""
     root: bytes = b""
     """Key of the empty text, of which the keys of its pages are made: texts of other adapters have other keys and values."""
     grammar: Matcher | None = None
@@ -112,6 +114,8 @@ class TextOutput:
     finish: Finish | None = None
     message: str = ""
     """Reason of an error, one line."""
+    adapter_name: str = ""
+    """Name of the adapter that answered; empty for the model alone."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0

@@ -282,6 +282,7 @@ class Sequence:
             rest,
             finish=finish,
             message=message,
+            adapter_name=self.request.adapter_name,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
