@@ -147,21 +147,28 @@ def test_products_of_a_turned_matrix_are_those_of_the_matrix(
     def exact(x: jax.Array, weights: jax.Array) -> np.ndarray:
         return np.einsum(spec, *(np.asarray(part, np.float64) for part in (x, weights)))
 
-    found = plain_product(target, spec, x, turned)
-    np.testing.assert_allclose(found, exact(x, weights), atol=1e-5, rtol=1e-5)
     # Weights of 16 bits that are held as float32: only the activations and the result are rounded.
     narrow = x.astype(jnp.bfloat16)
-    found = plain_product(target, spec, narrow, turned)
-    assert found.dtype == jnp.bfloat16
+
+    @jax.jit
+    def run() -> tuple[jax.Array, ...]:
+        return (
+            plain_product(target, spec, x, turned),
+            plain_product(target, spec, narrow, turned),
+            integer_product(target, spec, whole, turned_codes),
+            codes_product(target, spec, x, turned_codes),
+            codes_product(target, spec, x * np.nan, turned_codes),
+        )
+
+    plain, rounded, integers, of_codes, of_nothing = run()
+    np.testing.assert_allclose(plain, exact(x, weights), atol=1e-5, rtol=1e-5)
+    assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(
-        np.asarray(found, np.float64), exact(narrow, weights), atol=1e-2, rtol=2**-8
+        np.asarray(rounded, np.float64), exact(narrow, weights), atol=1e-2, rtol=2**-8
     )
-    np.testing.assert_array_equal(
-        integer_product(target, spec, whole, turned_codes), exact(whole, codes)
-    )
-    found = codes_product(target, spec, x, turned_codes)
-    assert np.isnan(codes_product(target, spec, x * np.nan, turned_codes)).all()
-    np.testing.assert_allclose(found, exact(x, codes), atol=1, rtol=1e-3)
+    np.testing.assert_array_equal(integers, exact(whole, codes))
+    assert np.isnan(of_nothing).all()
+    np.testing.assert_allclose(of_codes, exact(x, codes), atol=1, rtol=1e-3)
 
 
 def step_text(paged: PagedSteps, rows: int) -> str:
@@ -279,53 +286,68 @@ def test_products_of_joined_codes_with_factors_of_their_own(
     parts = joined_matrices([MatrixParts(each.codes, each.scales, each.inputs) for each in apart])
     assert parts is not None
     joined = Quantized(codes=parts.rows, scales=parts.scales, inputs=parts.inputs)
-    wanted = products(target, "bsd,df->bsf", x, apart)
-    found = products(target, "bsd,df->bsf", x, [joined])
+    run = jax.jit(lambda x, matrices: list(products(target, "bsd,df->bsf", x, matrices)))
+    wanted, found = run(x, apart), run(x, [joined])
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 JOINING = replace(
-    MODEL, qkv_bias=True, qk_norm=True, mlp_bias=True, out_bias=True, layers=2, tie_embeddings=False
+    MODEL, qkv_bias=True, qk_norm=True, mlp_bias=True, out_bias=True, tie_embeddings=False
 )
 
 
-@pytest.mark.parametrize("kind", [None, WeightFormat.int8, WeightFormat.w8a8])
-def test_joined_matrices_have_the_logits_of_the_model(kind: WeightFormat | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layers"), [(None, 2), (WeightFormat.int8, 1), (WeightFormat.w8a8, 1)]
+)
+def test_joined_matrices_have_the_logits_of_the_model(
+    kind: WeightFormat | None, layers: int
+) -> None:
     """With biases and norms of heads."""
-    job = tiny.job(layout=tiny.ONE_DEVICE, model=JOINING)
+    model = replace(JOINING, layers=layers)
+    job = tiny.job(layout=tiny.ONE_DEVICE, model=model)
     if kind is not None:
-        job = replace(job, quantization=whole(JOINING, kind))
+        job = replace(job, quantization=whole(model, kind))
     steps = tiny.steps(job)
     draw = np.random.default_rng(0)
 
     def drawn(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         if like.dtype == jnp.int8:
-            return jnp.asarray(draw.integers(-127, 128, like.shape), jnp.int8)
-        if path.endswith(("/scales", "/inputs")):
-            return jnp.asarray(draw.uniform(0.5, 1.5, like.shape) / 1000, like.dtype)
-        return jnp.asarray(draw.normal(size=like.shape) / 10, like.dtype)
+            made = draw.integers(-127, 128, like.shape)
+        elif path.endswith(("/scales", "/inputs")):
+            made = draw.uniform(0.5, 1.5, like.shape) / 1000
+        else:
+            made = draw.normal(size=like.shape) / 10
+        return jnp.asarray(made.astype(like.dtype))
 
     params, rest = (
         {path: drawn(path, like) for path, like in group.items()} for group in steps.network.shapes
     )
     paged = PagedSteps(steps, SIZE)
-    weights = paged.weights(params, rest)
+    weights = jax.jit(paged.weights)(params, rest)
     turned = [
         leaf
         for leaf in jax.tree.leaves(weights.layers, is_leaf=lambda leaf: isinstance(leaf, Turned))
         if isinstance(leaf, Turned)
     ]
-    assert len(turned) == JOINING.layers * 4
+    assert len(turned) == layers * 4
     shape = StepShape(TEXTS, 0, 0, 1)
     tokens = np.array([5, 300, 41])
     packed = np.concatenate(
         [tokens, np.full(TEXTS, -1), np.zeros(TEXTS), np.ones(TEXTS), 1 + np.arange(TEXTS)]
     )
-    step_input = StepInput.unpacked(jnp.asarray(packed, jnp.int32), shape, 0)
     latest = jnp.zeros((TEXTS + 1,), jnp.int32)
-    logits, _ = paged.read(weights, paged.empty_pages(TEXTS + 1), latest, step_input, (0, 0))
-    module = steps.network.module(params, rest, train=False)
-    zeros = jnp.zeros((TEXTS, 1), jnp.int32)
-    wanted = module(jnp.asarray(tokens[:, None]), zeros, zeros)[:, 0]
+
+    @jax.jit
+    def read(weights, packed):
+        step_input = StepInput.unpacked(packed, shape, 0)
+        return paged.read(weights, paged.empty_pages(TEXTS + 1), latest, step_input, (0, 0))[0]
+
+    @jax.jit
+    def whole_text(params, rest, tokens):
+        zeros = jnp.zeros((TEXTS, 1), jnp.int32)
+        return steps.network.module(params, rest, train=False)(tokens, zeros, zeros)[:, 0]
+
+    logits = read(weights, jnp.asarray(packed, jnp.int32))
+    wanted = whole_text(params, rest, tokens[:, None])
     np.testing.assert_allclose(logits, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))
