@@ -72,6 +72,7 @@ from tests.serving.http.echo import EchoEngine
 from tests.serving.http.running import Running, running, wait
 from tests.serving.test_serving import served
 from tests.serving.text.engine import SMALL
+from tests.tiers import some
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -124,19 +125,21 @@ def answers(engines: list[Any]) -> list[tuple[list[int], list[float]]]:
     return [answer(list(stream)) for stream in streams]
 
 
-@pytest.mark.parametrize(
-    ("kind", "few", "many"),
-    [
-        ("llama", ["q_proj", "v_proj"], "all-linear"),
-        ("gemma3", ["q_proj", "down_proj"], "all-linear"),
-        ("gpt2", ["c_attn"], ["c_attn", "c_proj", "c_fc"]),
-        ("mixtral", ["k_proj"], ["q_proj", "v_proj", "o_proj"]),
-        ("deepseek_v2", ["kv_b_proj"], ["q_a_proj", "kv_b_proj", "o_proj"]),
-    ],
-)
+FEW_AND_MANY: dict[str, tuple[Any, Any]] = {
+    "llama": (["q_proj", "v_proj"], "all-linear"),
+    "gemma3": (["q_proj", "down_proj"], "all-linear"),
+    "gpt2": (["c_attn"], ["c_attn", "c_proj", "c_fc"]),
+    "mixtral": (["k_proj"], ["q_proj", "v_proj", "o_proj"]),
+    "deepseek_v2": (["kv_b_proj"], ["q_a_proj", "kv_b_proj", "o_proj"]),
+}
+"""Matrices that two adapters of a model change."""
+
+
+@pytest.mark.parametrize("kind", some(list(FEW_AND_MANY), ["gemma3", "mixtral"]))
 def test_texts_of_several_adapters_in_one_batch_are_those_of_the_merged_models(
-    tmp_path: Path, kind: str, few: Any, many: Any
+    tmp_path: Path, kind: str
 ) -> None:
+    few, many = FEW_AND_MANY[kind]
     base = base_of(tmp_path / "base", kind)
     paths = [
         peft_folder(tmp_path / "few", base, 1, 2, few),
@@ -621,7 +624,7 @@ def test_adapters_beside_a_gguf_file_answer_as_merged_into_what_it_holds(
     check_beside(file, folder, 2e-4)
 
 
-@pytest.mark.parametrize("group", [0, 32], ids=["int8", "int4 without memory for floats"])
+@pytest.mark.parametrize("group", some({"int8": 0, "int4 without memory for floats": 32}, ["int8"]))
 def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
@@ -639,6 +642,7 @@ def test_adapters_beside_codes_answer_as_merged_into_the_restored_matrices(
     assert other_weights(folder, tmp_path / "codes", fingerprints(tmp_path / "codes")) == ""
 
 
+@pytest.mark.slow
 def test_adapters_stand_beside_a_run(tmp_path: Path) -> None:
     run = bundled.run("lm", tmp_path)
     systolic.export(run, tmp_path / "folder")
