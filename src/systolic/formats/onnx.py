@@ -473,7 +473,7 @@ def _dense(graph: OnnxGraph, x: str, weights: np.ndarray, before: int, summed: i
 def _batched(
     graph: OnnxGraph, names: Sequence[str], left: str, right: str, out: str, summed: str
 ) -> list[Any] | None:
-    """A product of two values over one dim, with common dims; the largest free dim of each is the matrix's, others are broadcast, and those of one entry left out."""
+    """A product of two values over one dim, with common dims; the largest free dim of each is the matrix's, others are broadcast."""
     sides = [(left, right, names[0]), (right, left, names[1])]
     free = [[letter for letter in out if letter in a and letter not in b] for a, b, _ in sides]
     repeated = any(len(set(dims)) < len(dims) for dims in (left, right))
@@ -483,42 +483,25 @@ def _batched(
     rows, columns = (
         max(letters, key=known.__getitem__) for letters, known in zip(free, sizes, strict=True)
     )
-    single = {
-        letter
-        for letters, known in zip(free, sizes, strict=True)
-        for letter in letters
-        if known[letter] == 1 and letter not in (rows, columns)
-    }
-    batch = [c for c in out if c not in (rows, columns) and c not in single]
+    batch = [c for c in out if c not in (rows, columns)]
     if left.index(rows) > left.index(summed) and right.index(columns) < right.index(summed):
         # Neither operand is turned when they change places.
         left, right, rows, columns, names = right, left, columns, rows, [names[1], names[0]]
     nodes: list[Any] = []
 
-    def add(kind: str, inputs: Sequence[str], axes: Sequence[int] = (), **more: Any) -> str:
-        inputs = [*inputs, graph.constant(np.array(axes))] if axes else inputs
+    def add(kind: str, inputs: Sequence[str], **more: Any) -> str:
         nodes.append(graph.node(kind, inputs, **more))
         return nodes[-1].output[0]
 
-    def turned(x: str, dims: Sequence[str], order: Sequence[str]) -> str:
-        perm = [dims.index(letter) for letter in order]
-        return x if perm == sorted(perm) else add("Transpose", [x], perm=perm)
-
     def operand(name: str, dims: str, matrix: str) -> str:
-        gone = [index for index, letter in enumerate(dims) if letter in single]
-        x = add("Squeeze", [name], gone) if gone else name
-        kept = [letter for letter in dims if letter not in single]
-        x = turned(x, kept, [letter for letter in (*batch, *matrix) if letter in kept])
-        missing = [index for index, letter in enumerate(batch) if letter not in dims]
-        return add("Unsqueeze", [x], missing) if missing else x
+        perm = [dims.index(letter) for letter in (*batch, *matrix) if letter in dims]
+        x = add("Transpose", [name], perm=perm)
+        missing = np.array([index for index, c in enumerate(batch) if c not in dims])
+        return add("Unsqueeze", [x, graph.constant(missing)]) if missing.size else x
 
     inputs = [operand(names[0], left, rows + summed), operand(names[1], right, summed + columns)]
-    result = add("MatMul", inputs)
-    kept = [letter for letter in out if letter not in single]
-    result = turned(result, [*batch, rows, columns], kept)
-    back = [index for index, letter in enumerate(out) if letter in single]
-    if back:
-        add("Unsqueeze", [result], back)
+    order = [*batch, rows, columns]
+    add("Transpose", [add("MatMul", inputs)], perm=[order.index(letter) for letter in out])
     return nodes
 
 
@@ -556,11 +539,11 @@ def _same_order(graph: OnnxGraph, node: Any) -> list[Any] | str | None:
     before, after = graph.dims.get(node.input[0]), graph.dims.get(node.output[0])
     if before is None or after is None:
         return None
-    if before == after and node.op_type != "Transpose":
-        return node.input[0]
     order = range(len(before))
     if node.op_type == "Transpose":
         order = graph.attribute(node, "perm", order[::-1])
+    if before == after and sorted(order) == [*order]:
+        return node.input[0]
     moved = [place for place in order if before[place] != 1]
     kept = [before[place] for place in moved] == [size for size in after if size != 1]
     if kept and moved == sorted(moved) and node.op_type != "Expand":
