@@ -340,7 +340,7 @@ class OnnxGraph:
         return None
 
     def root(self, name: str) -> str:
-        """What a value was before dims of one entry were added or left out."""
+        """Name of a value as it was before dims of one entry were added or left out."""
         node = self.producers.get(name)
         return self.root(node.input[0]) if node and node.op_type in VIEWS[2:] else name
 
