@@ -405,7 +405,7 @@ def simplify(file: Path) -> None:
     onnx: Any = import_module("onnx")  # of the packages in the cache
     _optimize(file)
     for groups in (
-        [(_matmul, _sum), (_same_order, _narrow)],
+        [(_matmul, _sum, _before_transpose), (_same_order, _narrow)],
         [(_clip, _same_order, _narrow), (_of_one_value, _mean, _fused, _scaled)],
     ):
         model = onnx.load(file)
@@ -445,14 +445,10 @@ def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
     left, right = operands.split(",")
     summed = "".join(letter for letter in left if letter in right and letter not in out)
     weights = graph.value(node.input[1])
-    plain = left.endswith(summed) and right.startswith(summed)
-    if (
-        weights is not None
-        and plain
-        and out == left[: -len(summed)] + right[len(summed) :]
-        and summed
-    ):
-        return _dense(graph, node.input[0], weights, len(left) - len(summed), len(summed))
+    kept, free = left.removesuffix(summed), right.removeprefix(summed)
+    dense = len(kept) < len(left) and len(free) < len(right) and out == kept + free
+    if weights is not None and dense:
+        return _dense(graph, node.input[0], weights, len(kept), len(summed))
     return _batched(graph, node.input, left, right, out, summed)
 
 
@@ -515,6 +511,21 @@ def _sum(graph: OnnxGraph, node: Any) -> list[Any] | None:
     return [graph.node("Add", [node.input[0], graph.constant(-value)])]
 
 
+def _before_transpose(graph: OnnxGraph, node: Any) -> list[Any] | None:
+    """Operations on a transposed value and a constant before the transpose, where a convolution may hold them."""
+    for x, other in (node.input, node.input[::-1]) if node.op_type in COMMUTATIVE else ():
+        by, value = graph.producers.get(x), graph.value(other)
+        if by is not None and by.op_type == "Transpose" and value is not None:
+            perm = list(graph.attribute(by, "perm", ()))
+            if value.ndim > len(perm) or (value.size == 1 and node.op_type in ("Add", "Mul")):
+                return None
+            wide = value.reshape(*[1] * (len(perm) - value.ndim), *value.shape)
+            constant = graph.constant(wide.transpose(np.argsort(perm)))
+            early = graph.node(node.op_type, [by.input[0], constant])
+            return [early, graph.node("Transpose", [early.output[0]], perm=perm)]
+    return None
+
+
 def _clip(graph: OnnxGraph, node: Any) -> list[Any] | None:
     """The larger of 0 and a value as Relu, with the smaller of a number and that as Clip."""
     if found := graph.match(node.output[0], ("Max", "x", 0.0)):
@@ -523,9 +534,7 @@ def _clip(graph: OnnxGraph, node: Any) -> list[Any] | None:
     found = graph.match(node.output[0], ("Min", larger, "most")) or {}
     most = graph.value(found.get("most", ""))
     least = graph.value(found["least"]) if "least" in found else np.zeros((), np.float32)
-    if most is None or least is None or least.ndim or most.ndim or most.dtype.kind != "f":
-        return None
-    if least > most:
+    if most is None or least is None or least.ndim or most.ndim or not least <= most:
         return None
     return [graph.node("Clip", [found["x"], graph.constant(least), graph.constant(most)])]
 
