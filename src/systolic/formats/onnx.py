@@ -42,8 +42,7 @@ MOST_TAPS = 64
 """Largest window that is pooled by slices."""
 
 Tree = str | float | tuple[Any, ...] | list[Any]
-"""Form of a value: a name of one that it is computed from, the same wherever it is repeated, a number, an operation and its
-operands, or a choice of these."""
+"""Form of a value: a name, the same value wherever it is repeated, a number, an operation and its operands, or a choice of these."""
 
 _LESS_MEAN: Tree = ("Sub", "x", ("ReduceMean", "x", "axes"))
 _VARIANCE = ("ReduceMean", [("Pow", _LESS_MEAN, 2.0), ("Mul", _LESS_MEAN, _LESS_MEAN)], "axes")
@@ -259,11 +258,7 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
 
 
 class OnnxGraph:
-    """The nodes of an ONNX graph while they are rewritten.
-
-    Args:
-        model: ONNX's message; changed by :meth:`write`.
-    """
+    """The nodes of an ONNX graph while they are rewritten; :meth:`write` changes the message."""
 
     _names = itertools.count()  # of all graphs: a file is rewritten more than once
 
@@ -329,7 +324,7 @@ class OnnxGraph:
         node = self.producers.get(name)
         if node is None or node.op_type != tree[0] or len(node.input) != len(tree) - 1:
             return None
-        if tree[0].startswith("Reduce") and not self.attribute(node, "keepdims", 1):
+        if not self.attribute(node, "keepdims", 1):
             return None
         for inputs in (node.input, node.input[::-1])[: 1 + (tree[0] in COMMUTATIVE)]:
             found: dict[str, str] | None = dict(names)
@@ -348,11 +343,6 @@ class OnnxGraph:
         """An attribute of a node."""
         known = {each.name: each for each in node.attribute}
         return self._helper.get_attribute_value(known[name]) if name in known else default
-
-    def sizes(self, name: str, letters: str) -> dict[str, float]:
-        """Sizes of a value's dims by their letters, infinite where they are free."""
-        known = self.dims.get(name) or letters
-        return {c: np.inf if isinstance(n, str) else n for c, n in zip(letters, known, strict=True)}
 
     def value(self, name: str) -> np.ndarray | None:
         """A constant; None for what is computed."""
@@ -385,6 +375,9 @@ class OnnxGraph:
         self._graph.initializer.extend(
             tensor for name, tensor in self._constants.items() if name in used
         )
+        domains = {node.domain for node in self._graph.node}
+        for version in [each for each in self._model.opset_import if each.domain not in domains]:
+            self._model.opset_import.remove(version)
         self._read()
 
 
@@ -403,26 +396,19 @@ def simplify(file: Path) -> None:
     alone, moves transposes until convolutions follow each other, and gives convolutions the sums and products after them.
     """
     onnx: Any = import_module("onnx")  # of the packages in the cache
-    _optimize(file)
     for groups in (
         [(_matmul, _sum, _before_transpose), (_same_order, _narrow)],
         [(_clip, _same_order, _narrow), (_of_one_value, _mean, _fused, _scaled)],
     ):
+        _optimize(file)
         model = onnx.load(file)
         graph = OnnxGraph(model)
         for rules in groups:
             for rule in rules:
                 graph.rewrite(rule)
             graph.write()
+        onnx.checker.check_model(model)
         onnx.save(model, file)
-        if rules[0] is _same_order:
-            _optimize(file)
-    used = {node.domain for node in model.graph.node}
-    sets = [version for version in model.opset_import if version.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(sets)
-    onnx.checker.check_model(model)
-    onnx.save(model, file)
 
 
 def _optimize(file: Path) -> None:
@@ -454,16 +440,11 @@ def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
 
 def _dense(graph: OnnxGraph, x: str, weights: np.ndarray, before: int, summed: int) -> list[Any]:
     """A product with weights [summed ..., outputs ...], the dims ``before`` of ``x`` kept as they are."""
-    nodes: list[Any] = []
-    if summed > 1:
-        nodes.append(graph.node("Reshape", [x, graph.constant(np.array([0] * before + [-1]))]))
-    matrix = weights.reshape(int(np.prod(weights.shape[:summed])), -1)
-    x = nodes[-1].output[0] if nodes else x
-    nodes.append(graph.node("MatMul", [x, graph.constant(matrix)]))
-    if weights.ndim != summed + 1:
-        shape = np.array([0] * before + list(weights.shape[summed:]), np.int64)
-        nodes.append(graph.node("Reshape", [nodes[-1].output[0], graph.constant(shape)]))
-    return nodes
+    flat = graph.node("Reshape", [x, graph.constant(np.array([0] * before + [-1]))])
+    matrix = graph.constant(weights.reshape(math.prod(weights.shape[:summed]), -1))
+    product = graph.node("MatMul", [flat.output[0], matrix])
+    shape = graph.constant(np.array([0] * before + list(weights.shape[summed:])))
+    return [flat, product, graph.node("Reshape", [product.output[0], shape])]
 
 
 def _batched(
@@ -475,9 +456,10 @@ def _batched(
     repeated = any(len(set(dims)) < len(dims) for dims in (left, right))
     if len(summed) != 1 or repeated or not all(free) or set(out) != set(left + right) - {summed}:
         return None
-    sizes = [graph.sizes(name, dims) for dims, _, name in sides]
+    sizes = [dict(zip(dims, graph.dims.get(name) or dims, strict=True)) for dims, _, name in sides]
     rows, columns = (
-        max(letters, key=known.__getitem__) for letters, known in zip(free, sizes, strict=True)
+        max(letters, key=lambda c, of=of: of[c] if isinstance(of[c], int) else math.inf)
+        for letters, of in zip(free, sizes, strict=True)
     )
     batch = [c for c in out if c not in (rows, columns)]
     if left.index(rows) > left.index(summed) and right.index(columns) < right.index(summed):
@@ -489,15 +471,15 @@ def _batched(
         nodes.append(graph.node(kind, inputs, **more))
         return nodes[-1].output[0]
 
-    def operand(name: str, dims: str, matrix: str) -> str:
+    operands = []
+    pairs = (names[0], left, rows + summed), (names[1], right, summed + columns)
+    for name, dims, matrix in pairs:
         perm = [dims.index(letter) for letter in (*batch, *matrix) if letter in dims]
-        x = add("Transpose", [name], perm=perm)
-        missing = np.array([index for index, c in enumerate(batch) if c not in dims])
-        return add("Unsqueeze", [x, graph.constant(missing)]) if missing.size else x
-
-    inputs = [operand(names[0], left, rows + summed), operand(names[1], right, summed + columns)]
+        missing = np.array([index for index, c in enumerate(batch) if c not in dims], np.int64)
+        turned = add("Transpose", [name], perm=perm)
+        operands.append(add("Unsqueeze", [turned, graph.constant(missing)]))
     order = [*batch, rows, columns]
-    add("Transpose", [add("MatMul", inputs)], perm=[order.index(letter) for letter in out])
+    add("Transpose", [add("MatMul", operands)], perm=[order.index(letter) for letter in out])
     return nodes
 
 
@@ -512,18 +494,36 @@ def _sum(graph: OnnxGraph, node: Any) -> list[Any] | None:
 
 
 def _before_transpose(graph: OnnxGraph, node: Any) -> list[Any] | None:
-    """Operations on a transposed value and a constant before the transpose, where a convolution may hold them."""
+    """Operations on a transposed value and a constant before the transpose, where a convolution may hold them; those on an input after it, where a channel's entries lie together."""
+    if node.op_type == "Transpose":
+        chain, x, perm = [], node.input[0], graph.attribute(node, "perm", [])
+        while (by := graph.producers.get(x)) is not None and by.op_type in ("Add", "Mul"):
+            chain.append((by.op_type, _turned(graph, by.input[1], perm)))
+            x = by.input[0]
+        if by is not None or not all(name for _, name in chain):
+            return None
+        nodes = [graph.node("Transpose", [x], perm=perm)]
+        for kind, name in reversed(chain):
+            nodes.append(graph.node(kind, [nodes[-1].output[0], name]))
+        return nodes
     for x, other in (node.input, node.input[::-1]) if node.op_type in COMMUTATIVE else ():
         by, value = graph.producers.get(x), graph.value(other)
         if by is not None and by.op_type == "Transpose" and value is not None:
-            perm = list(graph.attribute(by, "perm", ()))
-            if value.ndim > len(perm) or (value.size == 1 and node.op_type in ("Add", "Mul")):
-                return None
-            wide = value.reshape(*[1] * (len(perm) - value.ndim), *value.shape)
-            constant = graph.constant(wide.transpose(np.argsort(perm)))
-            early = graph.node(node.op_type, [by.input[0], constant])
-            return [early, graph.node("Transpose", [early.output[0]], perm=perm)]
+            perm = graph.attribute(by, "perm", [])
+            name = _turned(graph, other, np.argsort(perm).tolist())
+            if name and (value.size > 1 or node.op_type in ("Max", "Min")):
+                early = graph.node(node.op_type, [by.input[0], name])
+                return [early, graph.node("Transpose", [early.output[0]], perm=perm)]
     return None
+
+
+def _turned(graph: OnnxGraph, name: str, perm: Sequence[int]) -> str:
+    """Name of a constant that goes with a transposed value; empty where there is none."""
+    value = graph.value(name)
+    if value is None or value.ndim > len(perm):
+        return ""
+    wide = value.reshape(*[1] * (len(perm) - value.ndim), *value.shape)
+    return graph.constant(wide.transpose(perm))
 
 
 def _clip(graph: OnnxGraph, node: Any) -> list[Any] | None:
@@ -632,9 +632,8 @@ def _before_expand(graph: OnnxGraph, name: str) -> str:
 def _reduced(graph: OnnxGraph, name: str) -> tuple[Any, list[int]] | None:
     """The reduction that made a value, whatever dims of one entry it has, and its axes."""
     node = graph.producers.get(graph.root(name))
-    if node is None or not node.op_type.startswith("Reduce") or len(node.input) != 2:
-        return None
-    axes = graph.value(node.input[1])
+    reduces = node is not None and node.op_type.startswith("Reduce") and len(node.input) == 2
+    axes = graph.value(node.input[1]) if reduces else None
     return None if axes is None or not axes.size else (node, axes.tolist())
 
 
@@ -645,10 +644,9 @@ def _of_one_value(graph: OnnxGraph, node: Any) -> list[Any] | None:
     if not reduction or not dims or graph.dims.get(node.input[1]) != [*dims[:-1], 1]:
         return None
     before, axes = reduction
-    wide = graph.dims.get(before.input[0])
-    if graph.root(before.input[0]) != graph.root(x) or not wide:
-        return None
-    if axes != [len(wide) - 1] or wide[-1] != dims[-1]:
+    wide = graph.dims.get(before.input[0]) or [""]
+    same = graph.root(before.input[0]) == graph.root(x)
+    if not same or axes != [len(wide) - 1] or wide[-1] != dims[-1]:
         return None
     last = graph.constant(np.array([len(dims) - 1]))
     kept = graph.node(before.op_type, [x, last], keepdims=1)
