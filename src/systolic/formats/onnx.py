@@ -396,11 +396,15 @@ def simplify(file: Path) -> None:
     alone, moves transposes until convolutions follow each other, and gives convolutions the sums and products after them.
     """
     onnx: Any = import_module("onnx")  # of the packages in the cache
-    for groups in (
-        [(_matmul, _sum, _before_transpose), (_same_order, _narrow)],
-        [(_clip, _same_order, _narrow), (_of_one_value, _mean, _fused, _scaled)],
+    for disabled, groups in (
+        ([], [(_matmul, _sum, _before_transpose), (_same_order, _narrow)]),
+        # A table that is read and multiplied with would be there twice, once transposed.
+        (
+            ["ConstantFolding"],
+            [(_clip, _same_order, _narrow), (_of_one_value, _mean, _fused, _scaled)],
+        ),
     ):
-        _optimize(file)
+        _optimize(file, disabled)
         model = onnx.load(file)
         graph = OnnxGraph(model)
         for rules in groups:
@@ -411,14 +415,14 @@ def simplify(file: Path) -> None:
         onnx.save(model, file)
 
 
-def _optimize(file: Path) -> None:
+def _optimize(file: Path, disabled: Sequence[str]) -> None:
     """Rewrites a file by ONNX Runtime's basic pass."""
     onnxruntime: Any = import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(file)
-    onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
 
 
 def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
