@@ -492,14 +492,6 @@ def _first(function: Callable[..., Any], option: str) -> inspect.Parameter:
     return parameter.replace(name=option or parameter.name, kind=keyword, annotation=annotation)
 
 
-def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The function's first parameter as a word, which help and messages call by its name in capitals."""
-    parameter = next(iter(inspect.signature(inspect.unwrap(function)).parameters.values()))
-    shown = tyro.conf.arg(metavar=parameter.name.upper())
-    kind = Annotated[str, tyro.conf.Positional, shown]
-    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)]
-
-
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
     """An annotation that is text as a type; Any where only a type checker knows its names."""
     if not isinstance(annotation, str):

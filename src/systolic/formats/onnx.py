@@ -47,10 +47,8 @@ Tree = str | float | tuple[Any, ...] | list[Any]
 _LESS_MEAN: Tree = ("Sub", "x", ("ReduceMean", "x", "axes"))
 _VARIANCE = ("ReduceMean", [("Pow", _LESS_MEAN, 2.0), ("Mul", _LESS_MEAN, _LESS_MEAN)], "axes")
 _DEVIATION: Tree = ("Sqrt", ("Add", _VARIANCE, "epsilon"))
-LAYER_NORM: Tree = [
-    ("Div", _LESS_MEAN, _DEVIATION),
-    ("Mul", _LESS_MEAN, [("Reciprocal", _DEVIATION), ("Div", 1.0, _DEVIATION)]),
-]
+_INVERSE: Tree = [("Reciprocal", _DEVIATION), ("Div", 1.0, _DEVIATION)]
+LAYER_NORM: Tree = [("Div", _LESS_MEAN, _DEVIATION), ("Mul", _LESS_MEAN, _INVERSE)]
 _EXP: Tree = ("Exp", ("Sub", "x", ("ReduceMax", "x", "axes")))
 SOFTMAX: Tree = ("Div", _EXP, ("ReduceSum", _EXP, "axes"))
 _ERF: Tree = [
@@ -68,7 +66,8 @@ GELUS: Mapping[str, Tree] = {
     for kind, cdf in {"none": _ERF, "tanh": ("Add", 1.0, ("Tanh", _TANH_OF))}.items()
 }
 """GELU by the attribute ``approximate`` of ONNX's operation."""
-VIEWS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
+RANKS = ("Squeeze", "Unsqueeze")
+VIEWS = ("Reshape", "Transpose", *RANKS)
 COMMUTATIVE = ("Add", "Mul", "Max", "Min")
 BROADCASTING = (*COMMUTATIVE, "Sub", "Div", "Pow", "Where", "And", "Or", "Equal", "Less", "Greater")
 
@@ -266,11 +265,10 @@ class OnnxGraph:
         self._onnx: Any = import_module("onnx")  # of the packages in the cache
         self._helper: Any = import_module("onnx.helper")
         self._arrays: Any = import_module("onnx.numpy_helper")
-        self._graph = model.graph
         self._written: dict[Any, str] = {}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._outputs = {output.name for output in model.graph.output}
-        self._model = model
+        self._model, self._graph = model, model.graph
         self._read()
 
     def _read(self) -> None:
@@ -322,9 +320,8 @@ class OnnxGraph:
             number = value is not None and not value.ndim and value.dtype.kind == "f"
             return dict(names) if number and value == value.dtype.type(tree) else None
         node = self.producers.get(name)
-        if node is None or node.op_type != tree[0] or len(node.input) != len(tree) - 1:
-            return None
-        if not self.attribute(node, "keepdims", 1):
+        fits = node is not None and (node.op_type, len(node.input)) == (tree[0], len(tree) - 1)
+        if not fits or not self.attribute(node, "keepdims", 1):
             return None
         for inputs in (node.input, node.input[::-1])[: 1 + (tree[0] in COMMUTATIVE)]:
             found: dict[str, str] | None = dict(names)
@@ -337,7 +334,7 @@ class OnnxGraph:
     def root(self, name: str) -> str:
         """Name of a value as it was before dims of one entry were added or left out."""
         node = self.producers.get(name)
-        return self.root(node.input[0]) if node and node.op_type in VIEWS[2:] else name
+        return self.root(node.input[0]) if node and node.op_type in RANKS else name
 
     def attribute(self, node: Any, name: str, default: Any) -> Any:
         """An attribute of a node."""
@@ -372,9 +369,8 @@ class OnnxGraph:
                 used.update(node.input, _inner_inputs(node))
         del self._graph.node[:], self._graph.initializer[:], self._graph.value_info[:]
         self._graph.node.extend(reversed(kept))
-        self._graph.initializer.extend(
-            tensor for name, tensor in self._constants.items() if name in used
-        )
+        constants = self._constants.items()
+        self._graph.initializer.extend(tensor for name, tensor in constants if name in used)
         domains = {node.domain for node in self._graph.node}
         for version in [each for each in self._model.opset_import if each.domain not in domains]:
             self._model.opset_import.remove(version)
@@ -396,12 +392,13 @@ def simplify(file: Path) -> None:
     alone, moves transposes until convolutions follow each other, and gives convolutions the sums and products after them.
     """
     onnx: Any = import_module("onnx")  # of the packages in the cache
+    # Einsums are matmuls before shapes are read; norms and softmax are found once shapes and expands are out of the way.
     for disabled, groups in (
-        ([], [(_matmul, _sum, _before_transpose), (_same_order, _narrow)]),
+        ([], [(_matmul, _constant_last, _before_transpose), (_same_order, _narrow)]),
         # A table that is read and multiplied with would be there twice, once transposed.
         (
             ["ConstantFolding"],
-            [(_clip, _same_order, _narrow), (_of_one_value, _mean, _fused, _scaled)],
+            [(_clip, _same_order, _narrow), (_own_reduction, _mean, _fused, _affine)],
         ),
     ):
         _optimize(file, disabled)
@@ -422,7 +419,9 @@ def _optimize(file: Path, disabled: Sequence[str]) -> None:
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(file)
-    onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
+    onnxruntime.InferenceSession(
+        file.read_bytes(), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled
+    )
 
 
 def _matmul(graph: OnnxGraph, node: Any) -> list[Any] | None:
@@ -480,14 +479,14 @@ def _batched(
     for name, dims, matrix in pairs:
         perm = [dims.index(letter) for letter in (*batch, *matrix) if letter in dims]
         missing = np.array([index for index, c in enumerate(batch) if c not in dims], np.int64)
-        turned = add("Transpose", [name], perm=perm)
-        operands.append(add("Unsqueeze", [turned, graph.constant(missing)]))
+        ordered = add("Transpose", [name], perm=perm)
+        operands.append(add("Unsqueeze", [ordered, graph.constant(missing)]))
     order = [*batch, rows, columns]
     add("Transpose", [add("MatMul", operands)], perm=[order.index(letter) for letter in out])
     return nodes
 
 
-def _sum(graph: OnnxGraph, node: Any) -> list[Any] | None:
+def _constant_last(graph: OnnxGraph, node: Any) -> list[Any] | None:
     """A sum or a difference with a constant as ONNX Runtime puts it into a convolution: a sum whose second operand is the constant."""
     if node.op_type == "Add" and graph.value(node.input[0]) is not None:
         return [graph.node("Add", node.input[::-1])]
@@ -498,7 +497,7 @@ def _sum(graph: OnnxGraph, node: Any) -> list[Any] | None:
 
 
 def _before_transpose(graph: OnnxGraph, node: Any) -> list[Any] | None:
-    """Operations on a transposed value and a constant before the transpose, where a convolution may hold them; those on an input after it, where a channel's entries lie together."""
+    """Operations with constants before a transpose, where a convolution may hold them; after it those on an input of the graph, since a channel's entries lie together there."""
     if node.op_type == "Transpose":
         chain, x, perm = [], node.input[0], graph.attribute(node, "perm", [])
         while (by := graph.producers.get(x)) is not None and by.op_type in ("Add", "Mul"):
@@ -510,7 +509,8 @@ def _before_transpose(graph: OnnxGraph, node: Any) -> list[Any] | None:
         for kind, name in reversed(chain):
             nodes.append(graph.node(kind, [nodes[-1].output[0], name]))
         return nodes
-    for x, other in (node.input, node.input[::-1]) if node.op_type in COMMUTATIVE else ():
+    two = node.op_type in COMMUTATIVE and len(node.input) == 2
+    for x, other in (node.input, node.input[::-1]) if two else ():
         by, value = graph.producers.get(x), graph.value(other)
         if by is not None and by.op_type == "Transpose" and value is not None:
             perm = graph.attribute(by, "perm", [])
@@ -544,7 +544,7 @@ def _clip(graph: OnnxGraph, node: Any) -> list[Any] | None:
 
 
 def _same_order(graph: OnnxGraph, node: Any) -> list[Any] | str | None:
-    """A change of shape that moves no entry as Squeeze and Unsqueeze of what it began with, and any other Reshape with its shape written out."""
+    """A change of shape that moves no entry as Squeeze and Unsqueeze of what it began with, any other Reshape with its shape written out, and nothing in place of a maximum with negative infinity."""
     if node.op_type == "Max" and (found := graph.match(node.output[0], ("Max", "x", -np.inf))):
         return found["x"]
     if node.op_type not in (*VIEWS, "Expand"):
@@ -613,14 +613,14 @@ def _narrow(graph: OnnxGraph, node: Any) -> list[Any] | None:
 
 def _before_expand(graph: OnnxGraph, name: str) -> str:
     """A value that has the same entries when it is broadcast; the value itself where none is known."""
-    number, node = name, graph.producers.get(name)
+    origin, node = name, graph.producers.get(name)
     value = graph.value(name)
     if value is not None and value.shape[:1] == (1,):
         wide = [place for place, size in enumerate(value.shape) if size != 1]
         return graph.constant(value.reshape(value.shape[wide[0] if wide else value.ndim :]))
-    while (by := graph.producers.get(number)) is not None and by.op_type in (*VIEWS, "Expand"):
-        number = by.input[0]
-    value = graph.value(number)
+    while (by := graph.producers.get(origin)) is not None and by.op_type in (*VIEWS, "Expand"):
+        origin = by.input[0]
+    value = graph.value(origin)
     if value is not None and value.size == 1:
         return graph.constant(value.reshape(()))
     if node is not None and node.op_type == "Expand":
@@ -641,8 +641,8 @@ def _reduced(graph: OnnxGraph, name: str) -> tuple[Any, list[int]] | None:
     return None if axes is None or not axes.size else (node, axes.tolist())
 
 
-def _of_one_value(graph: OnnxGraph, node: Any) -> list[Any] | None:
-    """A value less or over its own reduction over the last dim, with one that keeps the dim, wherever dims of one entry were."""
+def _own_reduction(graph: OnnxGraph, node: Any) -> list[Any] | None:
+    """A value minus or over its own reduction over the last dim: the reduction keeps the dim, whatever changed the shape of its result in between."""
     reduction = _reduced(graph, node.input[1]) if node.op_type in ("Sub", "Div") else None
     x, dims = node.input[0], graph.dims.get(node.input[0])
     if not reduction or not dims or graph.dims.get(node.input[1]) != [*dims[:-1], 1]:
@@ -673,11 +673,10 @@ def _mean(graph: OnnxGraph, node: Any) -> list[Any] | None:
     kept = [1 if axis in axes else size for axis, size in enumerate(dims)]
     if after not in (kept, [size for axis, size in enumerate(dims) if axis not in axes]):
         return None
-    nodes: list[Any] = []
-    if before.op_type == "ReduceSumSquare":
-        nodes.append(graph.node("Pow", [x, graph.constant(count.dtype.type(2))]))
-        x = nodes[-1].output[0]
-    return [*nodes, graph.node("ReduceMean", [x, before.input[1]], keepdims=int(after == kept))]
+    square = graph.node("Pow", [x, graph.constant(count.dtype.type(2))])
+    nodes = [square] if before.op_type == "ReduceSumSquare" else []
+    inputs = [nodes[0].output[0] if nodes else x, before.input[1]]
+    return [*nodes, graph.node("ReduceMean", inputs, keepdims=int(after == kept))]
 
 
 def _fused(graph: OnnxGraph, node: Any) -> list[Any] | None:
@@ -702,7 +701,7 @@ def _fused(graph: OnnxGraph, node: Any) -> list[Any] | None:
     return None
 
 
-def _scaled(graph: OnnxGraph, node: Any) -> list[Any] | None:
+def _affine(graph: OnnxGraph, node: Any) -> list[Any] | None:
     """A product or a sum of a layer norm and a number for each entry of the last dim as the norm's scale or bias."""
     norm = ("LayerNormalization", "x", "scale")
     found = graph.match(node.output[0], [("Mul", norm, "factor"), ("Add", norm, "factor")])
@@ -714,13 +713,11 @@ def _scaled(graph: OnnxGraph, node: Any) -> list[Any] | None:
         return None
     if factor.shape[-1:] != scale.shape or (node.op_type == "Mul" and (scale != 1).any()):
         return None
-    weights = [
-        *([found["scale"]] if node.op_type == "Add" else ()),
-        graph.constant(factor.reshape(-1)),
-    ]
-    before = [graph.producers.get(name) for name in node.input]
-    epsilon = next(graph.attribute(by, "epsilon", None) for by in before if by)
-    inputs = [found["x"], *weights]
+    inputs = [found["x"], found["scale"], graph.constant(factor.reshape(-1))]
+    if node.op_type == "Mul":
+        del inputs[1]
+    before = next(filter(None, map(graph.producers.get, node.input)))
+    epsilon = graph.attribute(before, "epsilon", None)
     return [graph.node("LayerNormalization", inputs, axis=-1, epsilon=epsilon)]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -321,8 +320,6 @@ class TrainedModel:
         self.warnings: list[str] = []
         self.warn = self.warnings.append if warn is None else warn
         self._generators: dict[Sampling, Generator] = {}
-        self._lock = threading.Lock()
-        self._kept: RowPrograms | None = None
 
     def __repr__(self) -> str:
         """Kind, origin and size in one line."""
@@ -543,15 +540,12 @@ class TrainedModel:
 
     # Prediction
 
-    @property
+    @cached_property
     def _programs(self) -> "RowPrograms":
         """Programs of predictions, kept for the next call."""
         from systolic.inference.predictions import RowPrograms
 
-        with self._lock:
-            if self._kept is None:
-                self._kept = RowPrograms(self.setup.steps, self.weights)
-            return self._kept
+        return RowPrograms(self.setup.steps, self.weights)
 
     def predict(
         self, files: Path | str | Sequence[Path | str] | Mapping[str, Any]

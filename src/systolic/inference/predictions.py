@@ -43,12 +43,13 @@ SHORTEST = 8
 ROWS = 256
 """Most rows of a call."""
 Reader = TypeVar("Reader", bound=Form | TextReader | SpeechReader)
+Answer = dict[str, Any]
 
 
 class RowPrograms:
     """Programs of a model over rows, one for each size of a call, kept for later calls by any thread.
 
-    Sizes are powers of two up to :data:`ROWS`, so they are few.
+    Sizes are few: powers of two up to :data:`ROWS`, rounded up to what devices and examples that stay together need.
     """
 
     def __init__(self, steps: StepFunctions, weights: Weights) -> None:
@@ -67,9 +68,7 @@ class RowPrograms:
             return self._kept[make]
 
 
-def predictions(
-    programs: RowPrograms, files: Sequence[Path]
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+def predictions(programs: RowPrograms, files: Sequence[Path]) -> Iterator[tuple[Path, Answer]]:
     """Predictions by file, as plain values, in the order of the files.
 
     For a file that can't be read ``error`` has the reason.
@@ -203,9 +202,7 @@ def named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, 
     return {name: value.tolist() for name, value in output.items()}
 
 
-def transcriptions(
-    programs: RowPrograms, files: Sequence[Path]
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+def transcriptions(programs: RowPrograms, files: Sequence[Path]) -> Iterator[tuple[Path, Answer]]:
     """``text`` of each file, in the order of the files; ``error`` has the reason for one that can't be read.
 
     Raises:
@@ -339,11 +336,8 @@ class TableForm(FixedForm):
 
     def inputs(self, weights: Weights) -> TableInputs:
         """The fields that the outputs depend on, traced once; others, such as labels, are not read."""
-        if self._read is None:
-            self._read = self._traced(weights)
-        return self._read
-
-    def _traced(self, weights: Weights) -> TableInputs:
+        if self._read is not None:
+            return self._read
         data = self.steps.job.data
         batch = self.abstract(Bucket(rows=self.ways))
         variables = weights.params, weights.model_state
@@ -352,15 +346,14 @@ class TableForm(FixedForm):
 
         _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
         names = sorted(batch)  # in which order a dict is flattened
-        read = {
-            name for name, is_used in zip(names, used[-len(names) :], strict=True) if is_used
-        } - {MASK}
+        read = {*itertools.compress(names, used[-len(names) :])} - {MASK}
         fields = data.fields()
-        return TableInputs(
+        self._read = TableInputs(
             fields={name: field for name, field in fields.items() if name in read},
             unread=tuple(name for name in fields if name not in read),
             columns=dict(data.columns) if isinstance(data, Arrays) else None,
         )
+        return self._read
 
 
 class _OutputRecorder:

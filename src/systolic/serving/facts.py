@@ -28,7 +28,7 @@ class CompileFacts:
     after_ready: bool = False
     """True breaks the promise that nothing compiles after a model is ready."""
     shared: bool = False
-    """Whether its program is that of another size, of which each core computes a part."""
+    """Whether it has no program of its own: each core computes a part of its rows by that of another size."""
     done: int = 0
     """Sizes of the model that are ready, this one among them."""
     programs: int = 0

@@ -81,7 +81,9 @@ def outgoing(source: Source) -> Outgoing:
         names = [n for rule in rules for place in rule.places() for n in rule.names(place)]
         specs = [TensorSpec(name=n, shape=tensors[n].shape, dtype=tensors[n].dtype) for n in names]
         pieces = lambda name: iter([tensors[name].read()])  # noqa: E731
-        return _counted(Outgoing(config=source.config, specs=specs, pieces=pieces), tensors)
+        return _with_batch_counters(
+            Outgoing(config=source.config, specs=specs, pieces=pieces), tensors
+        )
     from systolic.formats.bundle import BundleSource  # which imports this module
 
     if not isinstance(source, BundleSource):
@@ -111,15 +113,15 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
         assert next_name == name, (next_name, name)
         yield array
 
-    return _counted(Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces), {})
+    return _with_batch_counters(
+        Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces), {}
+    )
 
 
-def _counted(model: Outgoing, files: Tensors) -> Outgoing:
+def _with_batch_counters(model: Outgoing, files: Tensors) -> Outgoing:
     """The model with the counters int64[] of its batch norms, which transformers misses and nothing reads: those of its files, else 0."""
-    norms = [
-        n.removesuffix(VARIANCE) for spec in model.specs if (n := spec.name).endswith(VARIANCE)
-    ]
-    names = dict.fromkeys(f"{norm}.num_batches_tracked" for norm in norms)
+    found = [spec.name for spec in model.specs if spec.name.endswith(VARIANCE)]
+    names = dict.fromkeys(f"{n.removesuffix(VARIANCE)}.num_batches_tracked" for n in found)
     specs = [TensorSpec(name=name, shape=(), dtype=np.dtype(np.int64)) for name in names]
 
     def pieces(name: str) -> Iterator[np.ndarray]:

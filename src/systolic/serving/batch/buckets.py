@@ -158,14 +158,9 @@ def choose(
         halves = _falling(largest, ways, 2)
         halved = linear and len(halves) <= count
         sizes = halves if halved else _sizes(rows, count, ways)
-        needed = sum(number * often for number, often in counts.items())
-        held = sum(often * _rows(number, sizes, halved) for number, often in counts.items())
-        return BucketGrid(
-            rows=sizes,
-            lengths=[None],
-            padding_share=share_beyond(needed, held),
-            measured=bool(shapes.traffic.examples),
-        )
+        measured = bool(shapes.traffic.examples)
+        trial = BucketGrid(rows=sizes, lengths=[None], padding_share=0.0, measured=measured)
+        return replace(trial, padding_share=_padding(trial, counts, {1: 1.0}, halved))
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
     measured, programs = bool(shapes.traffic.lengths), shapes.programs or VARIED

@@ -60,12 +60,10 @@ class WireTensor(Struct, kw_only=True):
     parameters: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def texts(self) -> bool:
+    def is_plain_text(self) -> bool:
         """Whether its data are JSON's strings as they are."""
-        told = (
-            "binary_data_size" in self.parameters or self.parameters.get("content_type") == BASE64
-        )
-        return self.datatype == "BYTES" and not told
+        coded = self.parameters.get("content_type") == BASE64
+        return self.datatype == "BYTES" and "binary_data_size" not in self.parameters and not coded
 
 
 def datatype(dtype: str) -> str:
@@ -113,20 +111,20 @@ def read_tensors(tensors: Sequence[WireTensor], raw: bytes) -> dict[str, np.ndar
             raise bad(f"input {tensor.name} is there twice; send each once")
         size = tensor.parameters.get("binary_data_size")
         if size is None:
-            arrays[tensor.name] = _plain(tensor, _from_json(tensor))
+            arrays[tensor.name] = _decoded(tensor, _from_json(tensor))
             continue
         if not isinstance(size, int) or not 0 <= size <= len(raw) - at:
             raise bad(
                 f"input {tensor.name} has {size} bytes by its JSON, and {len(raw) - at} follow"
             )
-        arrays[tensor.name] = _plain(tensor, _from_bytes(tensor, raw[at : at + size]))
+        arrays[tensor.name] = _decoded(tensor, _from_bytes(tensor, raw[at : at + size]))
         at += size
     if at != len(raw):
         raise bad(f"{len(raw) - at} bytes follow the last input; binary_data_size does not add up")
     return arrays
 
 
-def _plain(tensor: WireTensor, array: np.ndarray) -> np.ndarray:
+def _decoded(tensor: WireTensor, array: np.ndarray) -> np.ndarray:
     """An input with its BYTES decoded."""
     if array.dtype != object or tensor.parameters.get("content_type") != BASE64:
         return array
@@ -441,7 +439,7 @@ async def infer(request: Request, state: ServerState) -> Response:
     fields = decode(raw[:end], InferFields)
     served = state.use(request, request.path_params["name"], version_in(request))
     file = None if isinstance(served, ServedText) else FILES.get(served.model.kind)
-    if any(tensor.texts and tensor.name == file for tensor in fields.inputs):
+    if any(tensor.is_plain_text and tensor.name == file for tensor in fields.inputs):
         raise bad(
             f'input {file} takes files, and its data are JSON strings; send their bytes behind the JSON with binary_data_size, or base64 with "parameters": {{"content_type": "base64"}}'
         )

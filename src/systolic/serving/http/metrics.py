@@ -30,53 +30,11 @@ from systolic.steps.serving_layout import DeviceShares
 
 PREFIX = "systolic:"
 MODEL = ("model_name", "version", "engine")
-SHORT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
+SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)  # fmt: skip
 """Seconds to a first token."""
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 """Seconds per token."""
-LONG = (
-    0.005,
-    0.02,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-)
+LONG = (0.005, 0.02, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)  # fmt: skip
 """Seconds of a request."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Tokens."""
@@ -161,7 +119,11 @@ class Metrics:
             "phase",
         )
         self.compiles = self.counter(
-            "compile", "Programs that were made ready", *MODEL, "bucket", "cause"
+            "compile",
+            "Programs, and sizes that share one, that were made ready",
+            *MODEL,
+            "bucket",
+            "cause",
         )
         self.compile_seconds = self.counter(
             "compile_seconds", "Seconds that programs took to compile or to be read", *MODEL
@@ -214,7 +176,7 @@ class Metrics:
         gauges = self.gauges(model, version)
         gauges.set(self.startup, (model, str(version), "total"), seconds)
         if (model, version) in self._served:
-            self._hide(model, version)
+            self._take_out(model, version)
         self._served[model, version] = self._opening.pop((model, version))
         gauges.show()
 
@@ -226,10 +188,10 @@ class Metrics:
 
     def forget(self, model: str, version: int) -> None:
         """Takes out the gauges of a version that is no longer there, and the counters by adapter; what else was counted of it stays."""
-        self._hide(model, version)
+        self._take_out(model, version)
         self.adapters.forget(model, version)
 
-    def _hide(self, model: str, version: int) -> None:
+    def _take_out(self, model: str, version: int) -> None:
         self._served.pop((model, version), Gauges()).hide()
         self._remove(model, version)
 
@@ -251,14 +213,9 @@ class AdapterMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         gauge, counter, at = metrics.gauge, metrics.counter, (*MODEL[:2], "lora_name")
-        self.info = gauge(
-            "lora_requests_info",
-            "Unix seconds, and the adapters that are loaded, and that texts wait for",
-            *MODEL[:2],
-            "max_lora",
-            "running_lora_adapters",
-            "waiting_lora_adapters",
-        )
+        info = (*MODEL[:2], "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        about = "Unix seconds, and the adapters that are loaded, and that texts wait for"
+        self.info = gauge("lora_requests_info", about, *info)
         self.running = gauge("lora_num_requests_running", "Texts in the step", *at)
         self.waiting = gauge("lora_num_requests_waiting", "Texts that wait", *at)
         self.prompt = counter("lora_prompt_tokens", "Tokens of prompts", *at)
@@ -285,15 +242,6 @@ class AdapterMetrics:
                 waits += [name] if waiting else []
             lists = ",".join(sorted(names)), ",".join(waits)
             self.info.labels(*at, str(base.slots.count), *lists).set(time.time())
-
-    def ended(self, at: tuple[str, str], output: TextOutput) -> None:
-        """Counts a request of a model's name and version, if an adapter answered it."""
-        if not output.adapter_name:
-            return
-        at_adapter = (*at, output.adapter_name)
-        self.successes.labels(*at_adapter, (output.finish or Finish.stop).value).inc()
-        self.prompt.labels(*at_adapter).inc(output.prompt_tokens if output.started else 0)
-        self.generated.labels(*at_adapter).inc(output.completion_tokens)
 
     def forget(self, name: str, version: int) -> None:
         """Takes out what was counted of an adapter, or of all adapters of a model."""
@@ -433,10 +381,11 @@ class TextMeter:
         every, at = self._all, self._at
         # No step comes after the last request, which would say so.
         self._loads(load.running, load.waiting, load.pages_in_use)
-        every.successes.labels(*at, (output.finish or Finish.stop).value).inc()
-        every.prompt.labels(*at).inc(output.prompt_tokens if output.started else 0)
-        every.generated.labels(*at).inc(output.completion_tokens)
-        every.all.adapters.ended(at[:2], output)
+        adapted = (every.all.adapters, (*at[:2], output.adapter_name))
+        for counters, labels in ((every, at), adapted) if output.adapter_name else ((every, at),):
+            counters.successes.labels(*labels, (output.finish or Finish.stop).value).inc()
+            counters.prompt.labels(*labels).inc(output.prompt_tokens if output.started else 0)
+            counters.generated.labels(*labels).inc(output.completion_tokens)
         every.drafts.labels(*at).inc(output.drafts)
         every.drafted.labels(*at).inc(output.drafted_tokens)
         every.accepted.labels(*at).inc(output.accepted_tokens)

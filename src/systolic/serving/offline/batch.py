@@ -71,14 +71,13 @@ class Answerer:
     context: int
     """Tokens of a text; 0 for the model's own limit."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Digests of adapters and their chat templates, by name."""
+    """Digests of adapters and their chat templates, by name behind :data:`ADAPTER`."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Each by its name, in the file and in messages."""
         values = asdict(self)
-        adapters = values.pop("adapters").items()
-        return values | {f"{ADAPTER}{name}": contents for name, contents in adapters}
+        return values | values.pop("adapters")
 
     def begin(self, out: Path) -> None:
         """Writes the file of an output that has no result yet.
@@ -209,11 +208,13 @@ def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
         texts=contents.texts,
         precision=_precision(target, settings),
         context=settings.sizes.context,
-        adapters={own.name: _adapter(own.path) for own in settings.adapters.targets},
+        adapters={
+            f"{ADAPTER}{own.name}": _adapter_digest(own.path) for own in settings.adapters.targets
+        },
     )
 
 
-def _adapter(path: Path) -> str:
+def _adapter_digest(path: Path) -> str:
     from systolic.serving.text.adapters import adapter_contents, template_of
 
     template = template_of(path)
