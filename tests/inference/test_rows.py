@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax.monitoring
@@ -139,6 +140,17 @@ def test_an_opened_model_compiles_once_for_a_size(
     assert main(["predict", str(run), *map(str, files.values()), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["predictions"]
     assert [row["rows"] for row in listed] == [answers[0][0]["rows"], answers[2][0]["rows"]]
+
+
+def test_an_array_that_is_replaced_counts_from_the_next_prediction_on(run: Path) -> None:
+    model, arrays = systolic.open(run), {"x": np.ones((1, 3)), "size": np.zeros(1)}
+    (before,) = model.predict(arrays)
+    model.weights.params["out/bias"] += 100
+    (after,) = model.predict(arrays)
+    assert after["output"] == pytest.approx(before["output"] + 100)
+    zeros = {path: 0 * array for path, array in model.weights.params.items()}
+    model.weights = replace(model.weights, params=zeros)
+    assert model.predict(arrays) == [{"output": 0.0}]
 
 
 def test_arrays_are_answered_as_files_are(run: Path, tmp_path: Path) -> None:

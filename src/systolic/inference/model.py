@@ -305,7 +305,7 @@ class TrainedModel:
     Attributes:
         path: The run's directory, or the folder or file of the model.
         setup: The job on this machine's devices.
-        weights: What the checkpoint holds.
+        weights: What the checkpoint holds; an array put in the place of another counts from the next call on.
         warnings: Lines that no ``warn`` took.
     """
 
@@ -319,7 +319,8 @@ class TrainedModel:
         self.path, self.setup, self.weights = path, setup, weights
         self.warnings: list[str] = []
         self.warn = self.warnings.append if warn is None else warn
-        self._generators: dict[Sampling, Generator] = {}
+        self._made_of: dict[str, Any] = {}
+        self._made: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         """Kind, origin and size in one line."""
@@ -501,21 +502,29 @@ class TrainedModel:
             turns, tokens=tokens, seed=seed, stop=stop, schema=schema, warn=self.warn
         )
 
+    def _kept(self) -> dict[Any, Any]:
+        """Programs that were made of the weights as they are; none after an array was replaced."""
+        now, before = {**self.weights.params, **self.weights.model_state}, self._made_of
+        if now.keys() != before.keys() or any(now[path] is not before[path] for path in now):
+            self._made_of, self._made = now, {}
+        return self._made
+
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""
         from systolic.inference.generation import Generator
 
-        if sampling not in self._generators:
+        kept = self._kept()
+        if sampling not in kept:
             weights = self.weights
-            self._generators[sampling] = Generator(
+            kept[sampling] = Generator(
                 self.setup.steps,
                 weights.params,
                 weights.model_state,
                 sampling,
-                like=next(iter(self._generators.values()), None),
+                like=next((one for one in kept.values() if isinstance(one, Generator)), None),
                 paged=self._paged,
             )
-        return self._generators[sampling]
+        return kept[sampling]
 
     @cached_property
     def _paged(self) -> bool:
@@ -540,12 +549,13 @@ class TrainedModel:
 
     # Prediction
 
-    @cached_property
+    @property
     def _programs(self) -> "RowPrograms":
         """Programs of predictions, kept for the next call."""
         from systolic.inference.predictions import RowPrograms
 
-        return RowPrograms(self.setup.steps, self.weights)
+        kept, made = self._kept(), RowPrograms(self.setup.steps, self.weights)
+        return kept.setdefault(RowPrograms, made)
 
     def predict(
         self, files: Path | str | Sequence[Path | str] | Mapping[str, Any]
