@@ -23,7 +23,7 @@ from systolic.serving.text.engine import Engine
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 from tests.serving.http.running import CHAT, Running, running
 from tests.serving.http.schemas import random_schema
-from tests.serving.text.engine import SIZES, shared
+from tests.serving.text.engine import SIZES, shared, with_pages
 from tests.serving.text.storm import Watched
 
 ROWS = 8
@@ -266,7 +266,7 @@ def test_thoughts_are_split_from_answers(
 
 def test_a_text_is_the_same_alone_and_where_it_loses_its_pages() -> None:
     watched = Watched()
-    engine = opened(watched, pages=18, context=256)
+    engine = with_pages(opened(watched), 18)
     engine.start()
     try:
         rules = {"answer": {"json_schema": {"type": "array", "items": SCHEMA, "minItems": 3}}}
@@ -373,7 +373,7 @@ class Storm:
 
 def storm(count: int, threads: int) -> None:
     watched = Watched()
-    engine = opened(watched, pages=34)
+    engine = with_pages(opened(watched), 34)
     with running([chat(engine, "marked", CHAT)]) as server:
         made = Storm(server)
         made.run(count, threads)

@@ -10,7 +10,7 @@ import pytest
 from systolic.job import ServedCache
 from systolic.serving.text.request import Finish, SamplingParams, TextRequest
 from systolic.serving.text.sequence import Lookup
-from tests.serving.text.engine import SIZES, SMALL, Small, shared
+from tests.serving.text.engine import SIZES, SMALL, Small, shared, with_pages
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAFTED = replace(SIZES, programs=(1, 1, 1), speculate=4)
@@ -198,7 +198,8 @@ def test_over_pages_in_int8_a_text_is_the_same(small) -> None:
 
 
 def test_with_too_few_pages_texts_are_read_again(small, plain) -> None:
-    engine = small.engine(DRAFTED, pages=17)
+    engine = with_pages(small.opened(DRAFTED), 17)
+    engine.start()
     sampling = SamplingParams(temperature=0.0, logit_bias=FEW)
     requests = [
         TextRequest(tokens=repeating(n, 10 + n), max_tokens=60, sampling=sampling, ignore_ends=True)
