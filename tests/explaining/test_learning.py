@@ -146,7 +146,7 @@ def test_a_guard_that_stopped_the_run_is_the_first_thing(tmp_path: Path):
 
 
 def test_a_spike_is_placed_measured_and_seen_to_recover(tmp_path: Path):
-    found = explained(planted.job(spoiled=(100,), steps=160), tmp_path)
+    found = explained(planted.job(spoiled=(100,)), tmp_path)  # by the programs of the healthy one
     assert list(found) == ["loss-spikes"]
     (line,) = found["loss-spikes"].evidence
     assert line.startswith("step 100: ")
@@ -286,9 +286,8 @@ def test_looks_change_nothing(tmp_path: Path):
     assert probes("cut") == probes("with")
 
 
-def test_a_look_tells_what_the_step_then_does(tmp_path: Path):
-    train(planted.job(steps=8), tmp_path, diagnose=1)
-    run = Run.open(tmp_path)
+def test_a_look_tells_what_the_step_then_does(healthy: RunRecord):
+    run = Run.open(healthy.path)
     steps = {record["step"]: record for record in run.records("train")}
     for look in run.diagnoses():
         record = steps[look["step"]]
@@ -334,14 +333,14 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
     """By a clock of the test's own; and where the program does not fit, the run continues without probes."""
     now, told = [0.0], []
     ledger = Ledger(lambda: now[0])
-    setup = set_up(planted.job(steps=100))
+    setup = set_up(planted.job())
     probe = Probe(setup, ledger, lambda *event: told.append(event), None)
     state = first_state(setup.steps, 0)
     with training(setup.job, setup.steps, 0) as feed:
         batch = next(feed)
-    assert not probe.due(2)
+    assert not probe.due(4)
     now[0] = 250.0
-    assert [probe.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [probe.due(step) for step in (2, 4, 6, 8)] == [False, True, False, True]
 
     def slow(*arguments: Any) -> Any:
         now[0] += 2.0
@@ -349,21 +348,21 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
 
     program = probe._program
     monkeypatch.setattr(probe, "_program", slow)
-    found = probe.measure(2, state, batch)
+    found = probe.measure(4, state, batch)
     assert found is not None
     assert found["seconds"] == 2.0
-    assert not probe.due(4), "one more would be 4 of 252 seconds"
+    assert not probe.due(8), "one more would be 4 of 252 seconds"
     now[0] = 401.0
-    assert probe.due(4)
+    assert probe.due(8)
 
     def full(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nlong story")
 
     monkeypatch.setattr(probe, "_program", full)
-    assert probe.measure(4, state, batch) is None
+    assert probe.measure(8, state, batch) is None
     assert told[-1][2] == "no further gradient probe: RESOURCE_EXHAUSTED: out of memory"
     now[0] = 1e6
-    assert not probe.due(6)
+    assert not probe.due(12)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

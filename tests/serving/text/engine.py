@@ -10,6 +10,7 @@ import numpy as np
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import EngineSizes, open_engine
+from systolic.serving.text.scheduler import PagePool
 from systolic.serving.text.sequence import EngineWatcher
 from systolic.setup import set_up
 from tests.cli.tiny import job
@@ -61,6 +62,14 @@ class Small:
             text.append(int(found.argmax()))
             scores.append(float(found.max()))
         return text[len(tokens) :], scores
+
+
+def with_pages(engine: Engine, count: int) -> Engine:
+    """An engine that is not started, of fewer pages than its programs have, which are those of other tests."""
+    pool = engine.scheduler.pool
+    assert count < pool.num_pages
+    engine.scheduler.pool = PagePool(num_pages=count, page_size=pool.page_size)
+    return engine
 
 
 @cache

@@ -10,11 +10,12 @@ import pytest
 from systolic.job import ServedCache
 from systolic.serving.text.request import Finish, SamplingParams, TextRequest
 from systolic.serving.text.sequence import Lookup
-from tests.serving.text.engine import SIZES, SMALL, Small, shared
+from tests.serving.text.engine import SIZES, SMALL, Small, shared, with_pages
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAFTED = replace(SIZES, programs=(1, 1, 1), speculate=4)
 ALONE = replace(DRAFTED, rows=1)
+NARROW = replace(ALONE, cache=ServedCache.int8)
 FEW = dict.fromkeys((10, 11, 12, 13), 30.0)
 """Biases after which a text has four tokens alone, and so repeats itself."""
 
@@ -190,7 +191,7 @@ def test_over_pages_in_int8_a_text_is_the_same(small) -> None:
     prompt = repeating(8, 20)
     answers = []
     for drafts in (4, 0):
-        engine = small.engine(ALONE, speculate=drafts, cache=ServedCache.int8)
+        engine = small.engine(NARROW, speculate=drafts)
         sampling = SamplingParams(temperature=0.0, logit_bias=FEW)
         answers.append(ids(answer(engine, prompt, 60, sampling)))
         engine.stop()
@@ -198,7 +199,8 @@ def test_over_pages_in_int8_a_text_is_the_same(small) -> None:
 
 
 def test_with_too_few_pages_texts_are_read_again(small, plain) -> None:
-    engine = small.engine(DRAFTED, pages=17)
+    engine = with_pages(small.opened(DRAFTED), 17)
+    engine.start()
     sampling = SamplingParams(temperature=0.0, logit_bias=FEW)
     requests = [
         TextRequest(tokens=repeating(n, 10 + n), max_tokens=60, sampling=sampling, ignore_ends=True)
@@ -229,7 +231,7 @@ def test_the_metrics_count_proposals(small) -> None:
     from systolic.serving.http.metrics import Metrics, TextMetrics
 
     metrics = Metrics()
-    engine = small.opened(ALONE, TextMetrics(metrics).of("small"))
+    engine = small.opened(NARROW, TextMetrics(metrics).of("small"))
     engine.start()
     sampling = SamplingParams(temperature=0.0, logit_bias=FEW)
     last = answer(engine, repeating(8, 20), 40, sampling)[-1]
