@@ -161,7 +161,7 @@ def test_arrays_are_answered_as_files_are(run: Path, tmp_path: Path) -> None:
     assert model.predict(arrays) == answer["rows"]
     assert model.predict({**arrays, "target": np.zeros(3)}) == answer["rows"]
     wrong = [
-        (arrays["x"], "files has the type ndarray; give a path, a list of paths, or arrays by name"),
+        (arrays["x"], "files has the type ndarray; give a path or a list of paths, or arrays by name"),
         ([tmp_path / "new.npz", 3], "files has the type list; give a path"),
         ({"z": arrays["x"]}, "files has the arrays z, and the model takes x float32[examples, 3], size float32[examples]"),
         ({**arrays, "x": np.zeros((3, 2))}, r"x in files is [3, 2], and the model takes"),

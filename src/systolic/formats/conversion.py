@@ -12,9 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from systolic.data.image.images import Images
 from systolic.data.text.text_data import Sentences
 from systolic.formats.comparison import ExportDifference
 from systolic.formats.examples import ExampleInputs
+from systolic.formats.hugging_face.preprocessor import (
+    PICTURED,
+    SIZED,
+    OutsidePictures,
+    fields_of_job,
+)
 from systolic.formats.inference import PORTABLE, ExportableModel, Inference
 from systolic.job import Job, Quantization, WeightFormat
 from systolic.job.precision import CODES, INPUTS, SCALES
@@ -231,8 +238,11 @@ def label_lines(job: Job) -> bytes:
 
 
 def described(job: Job) -> dict[str, Any]:
-    """Names of classes (``labels``), and of a model of embeddings what is written before a text (``before``) and whether it is in lower case (``lower``)."""
+    """Names of classes (``labels``), what is done to a picture's size (``pictures``, fields of transformers' processors), and of a model of embeddings what is written before a text (``before``) and whether it is in lower case (``lower``)."""
     properties: dict[str, Any] = {"labels": list(class_names(job))}
+    if isinstance(job.data, Images | OutsidePictures) and isinstance(job.model, PICTURED):
+        fields = fields_of_job(job)
+        properties["pictures"] = {name: fields[name] for name in SIZED}
     if isinstance(job.data, Sentences):
         properties |= {"before": job.data.before, "lower": job.data.lower}
     return {name: property_ for name, property_ in properties.items() if property_}
@@ -258,13 +268,17 @@ def with_labels(content: bytes, job: Job) -> bytes:
     return file.getvalue()
 
 
-def text_notes(job: Job) -> list[str]:
-    """A line for what a program's user does to a text before it is tokens."""
+def input_notes(job: Job) -> list[str]:
+    """A line for what a program's user does to a picture, or to a text before it is tokens."""
     properties = described(job)
     notes = []
     if "before" in properties:
         notes.append(
             f"{properties['before']!r} is written before each text here, which no program does: put it there before making tokens"
+        )
+    if "pictures" in properties:
+        notes.append(
+            f"pictures are resized and cut here, which no program does: do it before as the program's `pictures` say, {json.dumps(properties['pictures'])}"
         )
     if "lower" in properties:
         notes.append(

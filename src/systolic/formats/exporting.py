@@ -154,7 +154,7 @@ def export_program(
         RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
             full; nothing is left at ``out``.
     """
-    from systolic.formats.conversion import class_names, text_notes, with_codes
+    from systolic.formats.conversion import class_names, input_notes, with_codes
     from systolic.formats.examples import example_inputs
     from systolic.formats.inference import exportable
 
@@ -173,7 +173,7 @@ def export_program(
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
     leaving, notes = with_codes(leaving, kept=form.codes)
-    notes = (*notes, *_warnings(model.job), *text_notes(model.job))
+    notes = (*notes, *_warnings(model.job), *input_notes(model.job))
     notes = (*notes, *_length_note(model.job, settings.sequence))
     examples = example_inputs(leaving, settings.examples, settings.inputs)
     if settings.sizes:

@@ -13,6 +13,7 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import lines_of, nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
+from systolic.data.input_files import InputFiles
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import Sentences
 from systolic.formats.registry import in_files
@@ -593,8 +594,10 @@ class TrainedModel:
         several = list(files) if isinstance(files, Iterable) else [files]
         several = [files] if isinstance(files, str | Path) else several
         if not all(isinstance(file, str | Path) for file in several):
+            by_name = self.takes_rows or isinstance(self.job.data, InputFiles)
+            arrays = ", or arrays by name as predict({name: array})" if by_name else ""
             raise OptionError(
-                f"files has the type {type(files).__name__}; give a path, a list of paths, or arrays by name as predict({{name: array}})"
+                f"files has the type {type(files).__name__}; give a path or a list of paths{arrays}"
             )
         if self.takes_texts:
             from systolic.inference.predictions import embeddings

@@ -108,6 +108,6 @@ def show_batch(progress: "BatchProgress", *, source: Path, out: Path, json: bool
         return 130
     if progress.failed:
         reporter().warn(
-            f"{progress.failed:,} of {progress.lines:,} lines have no answer; their results say why"
+            f"{progress.failed:,} of {progress.lines:,} lines failed; their results say why"
         )
     return 1 if progress.failed else 0

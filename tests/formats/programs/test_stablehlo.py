@@ -15,16 +15,19 @@ import pytest
 from systolic.cli.main import main
 from systolic.compiling.settings import QUIET
 from systolic.core.errors import OptionError, RunError
+from systolic.data.image.pictures import Preparation
 from systolic.data.text.documents import Prompts
 from systolic.formats.comparison import difference, joined, outputs_of
-from systolic.formats.conversion import described, metadata, text_notes
+from systolic.formats.conversion import described, input_notes, metadata
 from systolic.formats.examples import example_inputs
+from systolic.formats.hugging_face.preprocessor import OutsidePictures
 from systolic.formats.inference import exportable, run
 from systolic.formats.registry import ExportSettings
 from systolic.formats.stablehlo import export_stablehlo, serialized
 from systolic.formats.weights import structure_of
 from systolic.job import Precision
 from systolic.job.data import MASK
+from systolic.models.vision.config import MobileNetV2, Pixels
 from tests.formats.programs import tiny
 from tests.steps.tiny import MODEL
 
@@ -149,10 +152,22 @@ def test_what_is_written_before_a_text_is_said() -> None:
     job = replace(job, data=replace(job.data, before="query: ", lower=True))
     assert described(job) == {"before": "query: ", "lower": True}
     assert metadata(job) == {"before": "query: ", "lower": "true"}
-    (before, lower) = text_notes(job)
+    (before, lower) = input_notes(job)
     assert before.startswith("'query: ' is written before each text here, which no program does")
     assert lower.startswith("texts are read in lower case here")
-    assert not text_notes(tiny.JOBS["decoder"]())
+    assert not input_notes(tiny.JOBS["decoder"]())
+
+
+def test_what_is_done_to_a_pictures_size_is_said() -> None:
+    data = OutsidePictures(preparation=Preparation(side=64, shorter=72), channels=3, classes=())
+    job = replace(tiny.JOBS["digits"](), data=data, model=MobileNetV2(pixels=Pixels(size=64)))
+    pictures = described(job)["pictures"]
+    assert pictures["size"] == {"shortest_edge": 72}
+    assert pictures["crop_size"] == {"height": 64, "width": 64}
+    assert (pictures["do_resize"], pictures["do_center_crop"]) == (True, True)
+    (note,) = input_notes(job)
+    assert "72" in note
+    assert "pictures" not in described(tiny.JOBS["digits"]())
 
 
 @pytest.mark.slow

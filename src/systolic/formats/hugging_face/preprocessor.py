@@ -63,6 +63,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
 PLAIN = ("Bit", "CLIP", "DeiT", "Siglip")
 """Processors that resize, crop from the centre, rescale and normalise as their fields say."""
+SIZED = ("do_resize", "size", "resample", "do_center_crop", "crop_size")
+"""Fields that change a picture's size; the others are in a model."""
 STEPS = ("do_resize", "size", "resample", "image_mean", "image_std")
 """Fields that must be in the file of one of these."""
 KNOWN = frozenset(

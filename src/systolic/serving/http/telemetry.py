@@ -317,16 +317,18 @@ def _sizes(fields: dict[str, Any]) -> list[str]:
 
 def _memory(fields: dict[str, Any]) -> list[str]:
     pages = f"{fields['pages']:,} of {fields['page_size']} tokens"
+    adapters = fields.get("adapters_bytes", 0)
     rows = (
-        ("weights", "weights_bytes", ""),
-        ("pages", "pages_bytes", f"  {pages}"),
-        ("temporaries", "temporary_bytes", ""),
-        ("free", "left_bytes", ""),
+        ("weights", fields["weights_bytes"] - adapters, ""),
+        *([("adapters", adapters, "")] if adapters else []),
+        ("pages", fields["pages_bytes"], f"  {pages}"),
+        ("temporaries", fields["temporary_bytes"], ""),
+        ("free", fields["left_bytes"], ""),
     )
     head = f"{fields['model']}: memory of each device, {gibibytes(fields['capacity_bytes'])}"
     return [
         head,
-        *(f"  {name:<14}{gibibytes(fields[key]):>11}{text}" for name, key, text in rows),
+        *(f"  {name:<14}{gibibytes(size):>11}{text}" for name, size, text in rows),
         f"  room for {plural(fields['texts'], 'text')} of {fields['context']:,} tokens at once",
     ]
 
