@@ -29,7 +29,8 @@ def test_the_first_minute() -> None:
     )
     memory = ServingMemory(
         capacity_bytes=2**34,
-        weights_bytes=2**29,
+        weights_bytes=2**29 + 2**21,
+        adapters_bytes=2**21,
         temporary_bytes=2**27,
         page_bytes=2**20,
         page_size=64,
@@ -59,6 +60,7 @@ def test_the_first_minute() -> None:
         "smol: 21 programs; expected padding, of assumed traffic:",
         "  pages are read by ragged paged attention, 2 heads of 64 elements in a row of 128",
         "  weights         512.0 MiB",
+        "  adapters          2.0 MiB",
         "  room for 4 texts of 512 tokens at once",
         "compiling smol  21/21  p21",
         "pictures: 8 programs; expected padding, of assumed traffic:",
