@@ -13,7 +13,6 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import lines_of, nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
-from systolic.data.input_files import InputFiles
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import Sentences
 from systolic.formats.registry import in_files
@@ -594,6 +593,8 @@ class TrainedModel:
         several = list(files) if isinstance(files, Iterable) else [files]
         several = [files] if isinstance(files, str | Path) else several
         if not all(isinstance(file, str | Path) for file in several):
+            from systolic.data.input_files import InputFiles
+
             by_name = self.takes_rows or isinstance(self.job.data, InputFiles)
             arrays = ", or arrays by name as predict({name: array})" if by_name else ""
             raise OptionError(
