@@ -39,8 +39,8 @@ PARAMS, PROGRAM = "params.npz", "model.onnx"
 OPSET = 21
 """Operator set of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it.
 
-ONNX Runtime 1.19 to 1.24 were seen to lose digits in LayerNormalization where a row's mean is 100 times its deviation or more,
-as of files of other exporters; 1.32 does not.
+ONNX Runtime 1.19 to 1.24 were seen to lose digits in LayerNormalization where a row's mean is 100 times its deviation or more;
+1.32 does not.
 """
 MOST_TAPS = 64
 """Largest window that is pooled by slices."""

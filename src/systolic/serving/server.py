@@ -118,6 +118,14 @@ def adapter_settings(
             none is given, or a name is that of a model.
     """
     words = [words] if isinstance(words, str) else words
+    for word in words:
+        name, mark, path = word.partition("=")
+        if not mark:
+            raise OptionError(f"--adapter is {word!r}; give NAME=DIR, such as support={word}")
+        if not Path(path).exists():
+            raise NotFoundError(
+                f"--adapter {name} is {path}, which does not exist; give a run of train sft --adapter lora, or a PEFT folder"
+            )
     adapters = targets(words)
     names = {model.name for model in models}
     base = models[0].name
@@ -131,10 +139,7 @@ def adapter_settings(
         )
     if rank and not (adapters or room):
         raise OptionError("--adapter-rank has no effect without --adapter or --adapters; add one")
-    for word in words:
-        name, mark, _ = word.partition("=")
-        if not mark:
-            raise OptionError(f"--adapter is {word!r}; give NAME=DIR, such as support={word}")
+    for name in (adapter.name for adapter in adapters):
         if name in names:
             raise OptionError(
                 f"--adapter {name} has the name of a model; write it with another name"

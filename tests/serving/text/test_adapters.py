@@ -419,6 +419,10 @@ def test_names_of_adapters(tmp_path: Path) -> None:
     assert adapter_settings([], targets([str(tmp_path / "a"), str(tmp_path / "b")])).count == 0
     with pytest.raises(OptionError, match="give NAME=DIR, such as support="):
         adapter_settings([str(tmp_path / "b")], models)
+    with pytest.raises(OptionError, match="give NAME=DIR, such as support=gone"):
+        adapter_settings(["gone"], models)
+    with pytest.raises(NotFoundError, match=r"--adapter x is gone, .* or a PEFT folder"):
+        adapter_settings(["x=gone"], models)
     with pytest.raises(OptionError, match="--adapter a has the name of a model"):
         adapter_settings([f"a={tmp_path / 'b'}"], models)
     with pytest.raises(OptionError, match="a has several versions"):
